@@ -1,0 +1,131 @@
+"""The command `ullage`: finds the verb, parses its line, runs it, and turns every failure into a code and two lines."""
+
+import argparse
+import difflib
+import os
+import select
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+from pathlib import Path
+from typing import NamedTuple, NoReturn
+
+import ullage
+from ullage.base.errors import InterruptedRunError, UllageError, UsageError
+from ullage.cli.errors_text import report, report_bug, show_traceback
+
+
+class Verb(NamedTuple):
+    """What `ullage --help` says about a verb without importing it."""
+
+    help: str
+    takes_overrides: bool = False
+
+
+VERBS: dict[str, Verb] = {
+    "demo": Verb("train a small real model on arithmetic and watch it learn, on this machine", takes_overrides=True),
+    "init": Verb("print or write a commented starter config"),
+    "train": Verb("train from a config file", takes_overrides=True),
+    "resume": Verb("continue a run that was stopped", takes_overrides=True),
+    "eval": Verb("score a run or a model on held-out data", takes_overrides=True),
+    "chat": Verb("talk to a run or a model"),
+    "export": Verb("write a run's weights as a Hugging Face folder"),
+    "ls": Verb("list runs"),
+    "doctor": Verb("check the installation and, given a model, its invariants"),
+}
+
+
+class Parser(argparse.ArgumentParser):
+    """A parser whose complaints are errors like all others."""
+
+    def error(self, message: str) -> NoReturn:
+        raise UsageError(message, f"see {self.prog} --help")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line; returns the exit code."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    options = words[: words.index("--")] if "--" in words else words
+    debug, as_json = "--debug" in options, "--json" in options
+    try:
+        return _guarded([word for word in words if word != "--debug"], debug=debug, as_json=as_json)
+    except BrokenPipeError as error:
+        if _stdout_is_broken():  # the reader, such as `head`, has seen enough
+            return 0
+        return report_bug(error, as_json=as_json)
+
+
+def _guarded(words: list[str], *, debug: bool, as_json: bool) -> int:
+    try:
+        code = _dispatch(words)
+        if sys.stdout is not None:
+            sys.stdout.flush()
+        return code
+    except UllageError as error:
+        if debug:
+            show_traceback()
+        return report(error, as_json=as_json)
+    except KeyboardInterrupt:
+        return report(InterruptedRunError("interrupted"), as_json=as_json)
+    except BrokenPipeError:
+        raise
+    except SystemExit as stop:  # argparse, after --help and --version
+        return stop.code if isinstance(stop.code, int) else 0
+    except Exception as error:  # noqa: BLE001 -- the last line of defence: users get one line, --debug the traceback
+        if debug:
+            show_traceback()
+        return report_bug(error, as_json=as_json)
+
+
+def _dispatch(words: list[str]) -> int:
+    name = next((word for word in words if not word.startswith("-")), None)
+    known = available_verbs()
+    if name is not None and name not in known:
+        nearest = difflib.get_close_matches(name, known, n=1)
+        hint = f"did you mean {nearest[0]}?" if nearest else f"one of: {', '.join(known)}"
+        raise UsageError(f"no verb {name!r}", hint)
+    module = import_module(f"ullage.cli.{name}") if name is not None else None
+    parser = Parser(
+        prog="ullage", description=ullage.__doc__, allow_abbrev=False, epilog="ullage VERB --help says more about one."
+    )
+    parser.add_argument("--version", action="version", version=f"ullage {ullage.__version__}")
+    parser.add_argument("--debug", action="store_true", help="show tracebacks")
+    verbs = parser.add_subparsers(dest="verb", metavar="VERB", title="verbs")
+    for verb in known:
+        chosen = verbs.add_parser(verb, help=VERBS[verb].help, description=VERBS[verb].help, allow_abbrev=False)
+        if module is not None and verb == name:
+            module.add_arguments(chosen)
+    if module is None or name is None:
+        parser.parse_args(words)
+        parser.print_help()
+        return 0
+    overrides, words = _split_overrides(words, name)
+    arguments = parser.parse_args(words)
+    code: int = module.run(arguments, overrides)
+    return code
+
+
+def _split_overrides(words: list[str], verb: str) -> tuple[list[str], list[str]]:
+    from ullage.config.overrides import split_overrides
+
+    overrides, rest = split_overrides(words)
+    if overrides and not VERBS[verb].takes_overrides:
+        raise UsageError(f"{verb} takes no config overrides: {' '.join(overrides)}", f"see ullage {verb} --help")
+    return overrides, rest
+
+
+def available_verbs() -> list[str]:
+    """The verbs of the table that this installation has."""
+    return [verb for verb in VERBS if (Path(__file__).parent / f"{verb}.py").is_file()]
+
+
+def _stdout_is_broken() -> bool:
+    """Whether nobody reads stdout any more; then it is turned away, or the interpreter would complain at exit."""
+    if sys.stdout is None:
+        return False
+    watch = select.poll()
+    watch.register(sys.stdout.fileno(), select.POLLOUT)
+    broken = any(event & select.POLLERR for _, event in watch.poll(0))
+    if broken:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+    return broken

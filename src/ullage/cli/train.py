@@ -1,0 +1,62 @@
+"""`ullage train`: from a config file and overrides to a trained model."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+
+HELP = "train from a config file"
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("config", nargs="?", type=Path, help="YAML file; keys can be overridden: a.b=c or --a.b c")
+    parser.add_argument("--dry-run", action="store_true", help="check the config, show what it resolves to, and stop")
+    parser.add_argument("--json", action="store_true", help="print the outcome as JSON")
+
+
+def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from ullage.config.check import require_runnable
+    from ullage.config.load import load_config, resolved_yaml
+
+    loaded = load_config(arguments.config, overrides)
+    for notice in loaded.notices:
+        print(f"config: {notice}", file=sys.stderr)
+    require_runnable(loaded.config)
+    if arguments.dry_run:
+        print(resolved_yaml(loaded.config), end="")
+        return 0
+    path, code = start(loaded.config, given=loaded.given)
+    if arguments.json:
+        print(json.dumps({"run": str(path), "code": code}))
+    return code
+
+
+def start(config: object, given: object) -> tuple[Path, int]:
+    """Make the run directory and train in it; a run that fails before its first step leaves nothing behind."""
+    import yaml
+
+    from ullage.base.errors import UllageError
+    from ullage.config.load import resolved_yaml
+    from ullage.config.tree import Config
+    from ullage.run.launch import discard_if_untrained, launch
+    from ullage.telemetry.run_directory import RunDirectory, write_atomically
+
+    assert isinstance(config, Config), "a loaded config"
+    directory = RunDirectory(Path(config.trainer.default_local_dir).expanduser(), config.trainer.experiment_name)
+    directory.create()
+    try:
+        write_atomically(directory.config, yaml.safe_dump(given, sort_keys=False))
+        write_atomically(directory.resolved, resolved_yaml(config))
+        code = launch(directory)
+    except UllageError:
+        discard_if_untrained(directory)
+        raise
+    finally:
+        directory.close()
+    if code == 0:
+        print(f"trained model: {directory.final}", file=sys.stderr)
+    else:
+        discard_if_untrained(directory)
+    return directory.path, code

@@ -1,0 +1,184 @@
+"""verl's and the seeds' names for our keys: renamed ones, and the few whose values mean something else here."""
+
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ullage.config.problems import Problem, shorten
+
+_ACTOR = "actor_rollout_ref.actor."
+_MODEL = "actor_rollout_ref.model."
+_ROLLOUT = "actor_rollout_ref.rollout."
+
+RENAMED = {
+    _ACTOR + "grad_clip": _ACTOR + "optim.clip_grad",
+    _ACTOR + "max_grad_norm": _ACTOR + "optim.clip_grad",
+    _ACTOR + "learning_rate": _ACTOR + "optim.lr",
+    _ACTOR + "clip_epsilon": _ACTOR + "clip_ratio",
+    _ACTOR + "optim.warmup_style": _ACTOR + "optim.lr_scheduler_type",
+    _ACTOR + "optim.lr_decay_style": _ACTOR + "optim.lr_scheduler_type",
+    _ACTOR + "use_prefix_grouper": _ACTOR + "share_prompt_prefix",
+    _ACTOR + "model_dtype": _MODEL + "dtype",
+    _MODEL + "torch_dtype": _MODEL + "dtype",
+    _MODEL + "model_dtype": _MODEL + "dtype",
+    _ROLLOUT + "prompt_length": "data.max_prompt_length",
+    _ROLLOUT + "response_length": "data.max_response_length",
+    "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
+    "reward.reward_model.enable": "reward_model.enable",
+    "reward_model.num_workers": "reward.num_workers",
+}
+"""Old name: our name. A null leaves our default."""
+
+UNSET_BY_NULL = frozenset({_ACTOR + "optim.lr_warmup_steps", _ACTOR + "clip_ratio_c", "reward.num_workers"})
+"""Keys that verl lets be null where ours have a default."""
+
+OTHER_LOGGERS = frozenset({"mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio", "file", "rl_insight"})
+_DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
+
+
+@dataclass
+class Translation:
+    """A config on its way from the names it was given in to ours."""
+
+    leaves: dict[str, Any]
+    notices: list[str] = field(default_factory=list)
+    problems: list[Problem] = field(default_factory=list)
+
+    def move(self, old: str, new: str, value: object) -> None:
+        """Give our key the value of another name; two names with two values are a problem."""
+        if new in self.leaves and self.leaves[new] != value:
+            rule = f"the same as {new}, which is given as {shorten(self.leaves[new])}; keep one of the two"
+            self.problems.append(Problem(old, value, rule))
+            return
+        self.leaves[new] = value
+        self.notices.append(f"{old} is read as {new} = {shorten(value)}")
+
+
+def translate(translation: Translation) -> None:
+    """Replace every alias in the leaves by our key."""
+    for old, new in RENAMED.items():
+        if old in translation.leaves:
+            value = translation.leaves.pop(old)
+            if value is not None:
+                translation.move(old, new, value)
+    for key in UNSET_BY_NULL:
+        if key in translation.leaves and translation.leaves[key] is None:
+            del translation.leaves[key]
+    for step in _STEPS:
+        step(translation)
+
+
+def _overlong_prompts(translation: Translation) -> None:
+    """Filtering wins over truncation, as it does in verl: what is filtered cannot be truncated."""
+    leaves = translation.leaves
+    filtered, truncation = "data.filter_overlong_prompts", "data.truncation"
+    if filtered not in leaves and truncation not in leaves:
+        return
+    name = filtered if filtered in leaves else truncation
+    filters, side = leaves.pop(filtered, False), leaves.pop(truncation, None)
+    if isinstance(filters, bool):
+        translation.move(name, "data.overlong_prompts", "drop" if filters else side or "error")
+    else:
+        translation.problems.append(Problem(filtered, filters, "must be true or false"))
+
+
+def _columns(translation: Translation) -> None:
+    """verl's own column names are found without a map."""
+    for old, column, usual in (
+        ("data.prompt_key", "prompt", "prompt"),
+        ("data.reward_fn_key", "source", "data_source"),
+    ):
+        name = translation.leaves.pop(old, None)
+        if name in (None, usual):
+            continue
+        columns = translation.leaves.get("data.columns")
+        columns = dict(columns) if isinstance(columns, dict) else {}
+        if columns.setdefault(column, name) != name:
+            rule = f"the same as data.columns.{column}, which is given as {shorten(columns[column])}; keep one"
+            translation.problems.append(Problem(old, name, rule))
+            continue
+        translation.leaves["data.columns"] = columns
+        translation.notices.append(f"{old} is read as data.columns.{column} = {shorten(name)}")
+
+
+def _kl_coefficient(translation: Translation) -> None:
+    """`actor.kl_coef` is a weight of the KL loss, so a positive one also switches that loss on."""
+    old = _ACTOR + "kl_coef"
+    if old not in translation.leaves:
+        return
+    value = translation.leaves.pop(old)
+    translation.move(old, _ACTOR + "kl_loss_coef", value)
+    if isinstance(value, int | float) and value > 0 and _ACTOR + "use_kl_loss" not in translation.leaves:
+        translation.move(old, _ACTOR + "use_kl_loss", True)
+
+
+def _greedy_evaluation(translation: Translation) -> None:
+    old = _ROLLOUT + "val_kwargs.do_sample"
+    sampled = translation.leaves.pop(old, None)
+    if sampled is False:
+        translation.leaves[_ROLLOUT + "val_kwargs.temperature"] = 0.0
+        translation.notices.append(f"{old} = false is read as {_ROLLOUT}val_kwargs.temperature = 0.0")
+    elif sampled not in (None, True):
+        translation.problems.append(Problem(old, sampled, "must be true or false"))
+
+
+def _custom_reward(translation: Translation) -> None:
+    """verl has one reward function; here it is the first of the list."""
+    for parent in ("custom_reward_function", "reward.custom_reward_function"):
+        path = translation.leaves.pop(f"{parent}.path", None)
+        name = translation.leaves.pop(f"{parent}.name", None)
+        prefix = f"{parent}.reward_kwargs"
+        kwargs = translation.leaves.pop(prefix, None)
+        kwargs = dict(kwargs) if isinstance(kwargs, dict) else {}
+        for leaf in [leaf for leaf in translation.leaves if leaf.startswith(prefix + ".")]:
+            kwargs[leaf.removeprefix(prefix + ".")] = translation.leaves.pop(leaf)
+        if path is None:
+            continue
+        function = {"path": path, "name": name or "compute_score", "kwargs": kwargs}
+        translation.move(f"{parent}.path", "reward.functions", [function])
+
+
+def _loggers(translation: Translation) -> None:
+    given = translation.leaves.get("trainer.logger")
+    loggers = [given] if isinstance(given, str) else given
+    if not isinstance(loggers, list):
+        return
+    dropped = [name for name in loggers if isinstance(name, str) and name in OTHER_LOGGERS]
+    if dropped:
+        translation.leaves["trainer.logger"] = [name for name in loggers if name not in dropped] or ["console"]
+        names = ", ".join(dropped)
+        translation.notices.append(f"trainer.logger: {names} dropped; there are console, tensorboard and wandb")
+
+
+def _sequence_parallel(translation: Translation) -> None:
+    """verl multiplies a token limit by the GPUs that share a sequence; here a pass is never shared."""
+    size = translation.leaves.get(_ACTOR + "ulysses_sequence_parallel_size")
+    if not isinstance(size, int) or size < 2:
+        return
+    for key in (_ACTOR + "ppo_max_token_len_per_gpu", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"):
+        limit = translation.leaves.get(key)
+        if isinstance(limit, int):
+            translation.leaves[key] = limit * size
+            translation.notices.append(f"{key} = {limit} is read as {limit * size}: one pass of {size} GPUs in verl")
+
+
+def _spellings(translation: Translation) -> None:
+    """Values with two spellings: short dtype names, and the vectorised form of the same estimator."""
+    dtype = translation.leaves.get(_MODEL + "dtype")
+    if isinstance(dtype, str):
+        translation.leaves[_MODEL + "dtype"] = _DTYPES.get(dtype, dtype)
+    if translation.leaves.get("algorithm.adv_estimator") == "grpo_vectorized":
+        translation.leaves["algorithm.adv_estimator"] = "grpo"
+        translation.notices.append("algorithm.adv_estimator = 'grpo_vectorized' is read as 'grpo'")
+
+
+_STEPS: tuple[Callable[[Translation], None], ...] = (
+    _overlong_prompts,
+    _columns,
+    _kl_coefficient,
+    _greedy_evaluation,
+    _custom_reward,
+    _loggers,
+    _sequence_parallel,
+    _spellings,
+)

@@ -1,0 +1,187 @@
+"""Rules between keys, and what a run needs before it starts."""
+
+import re
+from collections.abc import Iterator
+
+from ullage.base import extensions
+from ullage.config import verl_keys
+from ullage.config.problems import Problem, raise_if_any
+from ullage.config.tree import Config
+
+_ACTOR = "actor_rollout_ref.actor."
+_ROLLOUT = "actor_rollout_ref.rollout."
+_NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,79}", re.ASCII)
+_RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{digit}" for port in ("com", "lpt") for digit in range(1, 10))}
+_COLUMNS = ("prompt", "target", "source")
+
+
+def problems(config: Config) -> Iterator[Problem]:
+    """Everything that is wrong between keys, each one being right by itself."""
+    yield from _batch_sizes(config)
+    yield from _groups(config)
+    yield from _sampling(config)
+    yield from _loss(config)
+    yield from _optimizer(config)
+    yield from _counts(config)
+    yield from _names(config)
+
+
+def _batch_sizes(config: Config) -> Iterator[Problem]:
+    actor, data = config.actor_rollout_ref.actor, config.data
+    mini = actor.ppo_mini_batch_size
+    if mini is not None and mini > data.train_batch_size:
+        rule = f"must be at most data.train_batch_size = {data.train_batch_size}; both count prompts"
+        yield Problem(_ACTOR + "ppo_mini_batch_size", mini, rule, ("data.train_batch_size",))
+    longest = data.max_prompt_length + data.max_response_length
+    lengths = ("data.max_prompt_length", "data.max_response_length")
+    for path, limit in (
+        (_ACTOR + "ppo_max_token_len_per_gpu", actor.ppo_max_token_len_per_gpu),
+        (
+            "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
+            config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu,
+        ),
+    ):
+        if limit != "auto" and limit < longest:
+            rule = f"must hold one whole sequence: max_prompt_length + max_response_length = {longest}"
+            yield Problem(path, limit, f"{rule}; raise it to that, shorten those, or set it to auto", lengths)
+
+
+def _is_grpo(config: Config) -> bool:
+    return (config.algorithm.adv_estimator or config.algorithm.name) == "grpo"
+
+
+def _groups(config: Config) -> Iterator[Problem]:
+    n = config.actor_rollout_ref.rollout.n
+    if n < 2 and _is_grpo(config):
+        rule = "must be at least 2 for grpo: a sample is compared with the others of its prompt"
+        yield Problem(_ROLLOUT + "n", n, rule, ("algorithm.name", "algorithm.adv_estimator"))
+
+
+def _sampling(config: Config) -> Iterator[Problem]:
+    rollout = config.actor_rollout_ref.rollout
+    truncated = "training on truncated samples comes in a later release: the trainer's probabilities would not match"
+    if rollout.top_p < 1:
+        yield Problem(_ROLLOUT + "top_p", rollout.top_p, f"{truncated}; set it to 1")
+    if rollout.top_k > 0:
+        yield Problem(_ROLLOUT + "top_k", rollout.top_k, f"{truncated}; set it to -1")
+    for path, top_k in ((_ROLLOUT + "top_k", rollout.top_k), (_ROLLOUT + "val_kwargs.top_k", rollout.val_kwargs.top_k)):
+        if top_k < -1:
+            yield Problem(path, top_k, "must be at least 1, or -1 for no limit")
+
+
+def _loss(config: Config) -> Iterator[Problem]:
+    actor = config.actor_rollout_ref.actor
+    if actor.clip_ratio_c <= 1:
+        yield Problem(_ACTOR + "clip_ratio_c", actor.clip_ratio_c, "must be above 1: it bounds the ratio from above")
+
+
+def _optimizer(config: Config) -> Iterator[Problem]:
+    optim = config.actor_rollout_ref.actor.optim
+    if not all(0 <= beta < 1 for beta in optim.betas):
+        yield Problem(_ACTOR + "optim.betas", list(optim.betas), "each must be at least 0 and below 1")
+    for name in ("lr_warmup_steps_ratio", "min_lr_ratio"):
+        share = getattr(optim, name)
+        if share > 1:
+            yield Problem(f"{_ACTOR}optim.{name}", share, "must be at most 1: it is a share")
+    if optim.lr_warmup_steps < -1:
+        yield Problem(
+            _ACTOR + "optim.lr_warmup_steps", optim.lr_warmup_steps, "must be at least 0, or -1 for the ratio"
+        )
+
+
+def _counts(config: Config) -> Iterator[Problem]:
+    trainer, data = config.trainer, config.data
+    for path, count in (
+        ("trainer.save_freq", trainer.save_freq),
+        ("trainer.test_freq", trainer.test_freq),
+        ("data.train_max_samples", data.train_max_samples),
+        ("data.val_max_samples", data.val_max_samples),
+    ):
+        if count < 1 and count != -1:
+            yield Problem(
+                path,
+                count,
+                "must be at least 1, or -1 for no limit" if "max" in path else "must be at least 1, or -1 for never",
+            )
+
+
+def _names(config: Config) -> Iterator[Problem]:
+    name = config.trainer.experiment_name
+    if name is not None and not is_run_name(name):
+        rule = "names a folder: letters, digits, _ . - only, a letter or digit first, at most 80, and no system name"
+        yield Problem("trainer.experiment_name", name, rule)
+    if not config.trainer.default_local_dir:
+        yield Problem("trainer.default_local_dir", "", "must name a folder")
+    for column in config.data.columns:
+        if column not in _COLUMNS:
+            rule = f"names no column of ours; they are {', '.join(_COLUMNS)}"
+            yield Problem(f"data.columns.{column}", config.data.columns[column], rule, ("data.columns",))
+    for index, function in enumerate(config.reward.functions):
+        if not function.path and not function.name:
+            yield Problem(f"reward.functions[{index}]", {}, "needs a path or a name", ("reward.functions",))
+
+
+def is_run_name(name: str) -> bool:
+    """Whether a run may be called so on every file system."""
+    if not _NAME.fullmatch(name) or ".." in name or name.endswith("."):
+        return False
+    return name.split(".")[0].lower() not in _RESERVED
+
+
+# --- before a run starts ---
+
+
+def not_yet(config: Config) -> list[Problem]:
+    """What the config asks for that this release does not have."""
+    return [*_roles_not_yet(config), *_methods_not_yet(config), *_keys_not_yet(config)]
+
+
+def _roles_not_yet(config: Config) -> Iterator[Problem]:
+    engine = config.actor_rollout_ref.rollout.name
+    if engine != "embedded":
+        rule = f"this engine comes in a later release; set {_ROLLOUT}name=embedded"
+        yield Problem(_ROLLOUT + "name", engine, rule)
+    if config.critic.enable:
+        yield Problem("critic.enable", True, "a critic comes in a later release; use algorithm=grpo")
+    if config.reward_model.enable:
+        rule = "a reward model comes in a later release; score with reward functions"
+        yield Problem("reward_model.enable", True, rule)
+    if config.trainer.nnodes > 1:
+        rule = "several machines come in a later release; set trainer.nnodes=1"
+        yield Problem("trainer.nnodes", config.trainer.nnodes, rule)
+
+
+def _methods_not_yet(config: Config) -> Iterator[Problem]:
+    algorithm, loss_mode = config.algorithm, config.actor_rollout_ref.actor.policy_loss.loss_mode
+    known = extensions.known("algorithms")
+    if "." not in algorithm.name and known and algorithm.name not in known:
+        yield Problem("algorithm.name", algorithm.name, f"this release has {', '.join(known)}; set algorithm=grpo")
+    if algorithm.adv_estimator not in (None, "grpo"):
+        rule = "other advantage estimators come in a later release; set algorithm.adv_estimator=grpo"
+        yield Problem("algorithm.adv_estimator", algorithm.adv_estimator, rule)
+    if loss_mode != "vanilla":
+        rule = f"other policy losses come in a later release; set {_ACTOR}policy_loss.loss_mode=vanilla"
+        yield Problem(_ACTOR + "policy_loss.loss_mode", loss_mode, rule)
+    if algorithm.use_kl_in_reward:
+        rule = f"KL in the reward comes in a later release; set it to false, and {_ACTOR}use_kl_loss=true"
+        yield Problem("algorithm.use_kl_in_reward", True, rule)
+
+
+def _keys_not_yet(config: Config) -> Iterator[Problem]:
+    for reason, paths in verl_keys.groups_of(config.later):
+        more = f" (and {len(paths) - 1} more of its keys)" if len(paths) > 1 else ""
+        yield Problem(paths[0], config.later[paths[0]], reason + more)
+
+
+def require_runnable(config: Config) -> None:
+    """Raise ConfigError unless a run can start: a model, data and a reward are named, and all parts exist."""
+    missing = []
+    if not config.actor_rollout_ref.model.path:
+        rule = "no model; give a Hugging Face folder, a GGUF file or a Hub id"
+        missing.append(Problem("actor_rollout_ref.model.path", "", rule))
+    if not config.data.train_files:
+        missing.append(Problem("data.train_files", [], "no training data; give JSONL, parquet or a Hub id"))
+    if not config.reward.functions and not config.reward_model.enable:
+        rule = "no reward; give a built-in (reward=gsm8k) or your own file (reward=my_reward.py)"
+        missing.append(Problem("reward.functions", [], rule))
+    raise_if_any([*missing, *not_yet(config)], "the config", "set these keys, in the file or as key=value")

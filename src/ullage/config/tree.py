@@ -1,0 +1,220 @@
+"""The tree of every key a run has: types, defaults and what each one does. No torch here.
+
+Names are verl's where verl has one (`facts` users already know them); values that Ullage can choose are `auto`.
+A key appears here only if something reads it.
+"""
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeFloat, NonNegativeInt, PositiveFloat, PositiveInt
+
+
+class Section(BaseModel):
+    """A group of keys: typed, frozen, and closed to unknown names."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), strict=True, allow_inf_nan=False)
+
+
+class Data(Section):
+    train_files: list[str] = []
+    """JSONL, parquet, a folder saved with `datasets`, or a Hub id; several are read as one."""
+    val_files: list[str] = []
+    """Held-out prompts for evaluation, in the same formats."""
+    train_batch_size: PositiveInt = 64
+    """Prompts per training step, over all ranks."""
+    max_prompt_length: PositiveInt = 512
+    max_response_length: PositiveInt = 512
+    overlong_prompts: Literal["drop", "error", "left", "right", "middle"] = "drop"
+    """What happens to a prompt over max_prompt_length: dropped, refused, or truncated on that side. Always counted."""
+    shuffle: bool = True
+    seed: int | None = None
+    """Seed of the prompt order; the run's seed when null."""
+    columns: dict[str, str] = {}
+    """Where to find `prompt`, `target`, `source` in data whose columns have other names."""
+    train_max_samples: int = -1
+    val_max_samples: int = -1
+    apply_chat_template: Literal["auto", "always", "never"] = "auto"
+    """auto: message lists go through the model's chat template, plain strings are used as they are."""
+    apply_chat_template_kwargs: dict[str, Any] = {}
+    system_prompt: str | None = None
+    """Put before every chat prompt that has no system message of its own."""
+
+
+class Model(Section):
+    path: str = ""
+    """A Hugging Face model folder, a GGUF file, or a Hub id."""
+    tokenizer_path: str | None = None
+    custom_chat_template: str | None = None
+    dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
+    """auto: float32 on a CPU, bfloat16 weights with a float32 master on a GPU."""
+    enable_gradient_checkpointing: bool | Literal["auto"] = "auto"
+    """auto: on for a GPU, off for a CPU."""
+
+
+class Optim(Section):
+    lr: PositiveFloat = 1e-6
+    weight_decay: NonNegativeFloat = 0.01
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: PositiveFloat = 1e-8
+    lr_scheduler_type: Literal["constant", "cosine"] = "constant"
+    lr_warmup_steps: int = -1
+    """Steps of linear warm-up; -1 uses lr_warmup_steps_ratio."""
+    lr_warmup_steps_ratio: NonNegativeFloat = 0.0
+    min_lr_ratio: NonNegativeFloat = 0.0
+    """Where the cosine ends, as a share of lr."""
+    clip_grad: PositiveFloat = 1.0
+    """Global gradient norm above which the gradient is scaled down."""
+
+
+class PolicyLoss(Section):
+    loss_mode: str = "vanilla"
+    """The policy loss; vanilla is PPO's clipped surrogate."""
+
+
+class Actor(Section):
+    optim: Optim = Optim()
+    policy_loss: PolicyLoss = PolicyLoss()
+    ppo_mini_batch_size: PositiveInt | None = None
+    """Prompts per optimizer step, over all ranks; all of train_batch_size when null (strictly on-policy)."""
+    ppo_epochs: PositiveInt = 1
+    shuffle: bool = False
+    """Shuffle prompts between mini-batches."""
+    ppo_max_token_len_per_gpu: PositiveInt | Literal["auto"] = "auto"
+    """Tokens of one forward and backward pass: a hard limit, and the memory dial."""
+    ppo_micro_batch_size_per_gpu: PositiveInt | None = None
+    """Sequences of one forward and backward pass, where a count is wanted beside the token limit."""
+    share_prompt_prefix: bool | Literal["auto"] = "auto"
+    """Forward the prompt of a group once in the update; auto: wherever that is exact."""
+    clip_ratio: PositiveFloat = 0.2
+    clip_ratio_low: PositiveFloat | None = None
+    clip_ratio_high: PositiveFloat | None = None
+    """Larger than clip_ratio_low is DAPO's clip-higher (arXiv:2503.14476)."""
+    clip_ratio_c: float = 3.0
+    """Dual clip: bound of the loss where the advantage is negative (arXiv:1912.09729)."""
+    loss_agg_mode: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
+    ] = "token-mean"
+    loss_scale_factor: PositiveFloat | None = None
+    """Divisor of seq-mean-token-sum-norm; max_response_length when null."""
+    entropy_coeff: float = 0.0
+    use_kl_loss: bool = False
+    """Add a KL term to the reference to the loss; needs a copy of the weights."""
+    kl_loss_coef: NonNegativeFloat = 0.001
+    kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "low_var_kl"
+    max_nonfinite_steps: NonNegativeInt = 3
+    """Updates with a non-finite gradient that may be skipped before the run stops with code 70."""
+
+
+class ValSampling(Section):
+    n: PositiveInt = 1
+    """Samples per evaluation prompt."""
+    temperature: NonNegativeFloat = 1.0
+    """0 is greedy."""
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = -1
+
+
+class Rollout(Section):
+    name: str = "embedded"
+    """The engine; embedded reads the trainer's own weights."""
+    n: PositiveInt = 8
+    """Samples per prompt."""
+    temperature: PositiveFloat = 1.0
+    top_p: float = Field(default=1.0, gt=0, le=1)
+    top_k: int = -1
+    max_num_seqs: PositiveInt = 64
+    """Slots: sequences decoded at once."""
+    kv_cache_tokens: PositiveInt | Literal["auto"] = "auto"
+    """Size of the KV arena; auto: enough for every slot at full length."""
+    ignore_eos: bool = False
+    val_kwargs: ValSampling = ValSampling()
+
+
+class Ref(Section):
+    log_prob_max_token_len_per_gpu: PositiveInt | Literal["auto"] = "auto"
+    """Tokens of one reference pass; the actor's limit when auto."""
+
+
+class ActorRolloutRef(Section):
+    model: Model = Model()
+    actor: Actor = Actor()
+    rollout: Rollout = Rollout()
+    ref: Ref = Ref()
+
+
+class Critic(Section):
+    enable: bool | None = None
+    """null: on when the algorithm needs one."""
+
+
+class RewardModel(Section):
+    enable: bool = False
+
+
+class RewardFunction(Section):
+    path: str | None = None
+    """A Python file; or leave it null and give a built-in or dotted name."""
+    name: str = ""
+    """The function in `path`; or a built-in: gsm8k, math, format, length, reasoning_gym; or package.module.function."""
+    weight: float = 1.0
+    kwargs: dict[str, Any] = {}
+    """Extra keyword arguments of every call."""
+
+
+class Reward(Section):
+    functions: list[RewardFunction] = []
+    """Scored separately, summed with their weights."""
+    timeout_seconds: PositiveFloat = 10.0
+    """Time limit of one call; a call that exceeds it costs its sample, not the run."""
+    num_workers: PositiveInt | Literal["auto"] = "auto"
+    max_failure_fraction: float = Field(default=0.5, ge=0, le=1)
+    """Share of a step's samples that may fail to score before the run stops with code 69."""
+
+
+class Algorithm(Section):
+    name: str = "grpo"
+    """A file of ullage/algorithms, a dotted module, or a path that ends in .py."""
+    adv_estimator: str | None = None
+    """Replaces the algorithm's own advantage estimator."""
+    norm_adv_by_std_in_grpo: bool = True
+    """False is Dr. GRPO (arXiv:2503.20783)."""
+    use_kl_in_reward: bool = False
+
+
+class Trainer(Section):
+    total_epochs: PositiveInt = 1
+    total_training_steps: PositiveInt | None = None
+    """Stops here whatever the epochs say; epochs continue until it is reached."""
+    project_name: str = "ullage"
+    experiment_name: str | None = None
+    """The run's name, and its folder below default_local_dir; made up when null."""
+    default_local_dir: str = "runs"
+    nnodes: PositiveInt = 1
+    n_gpus_per_node: PositiveInt = 1
+    """Ranks on this machine; on a CPU, that many processes."""
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    seed: int = 1
+    save_freq: int = -1
+    """Checkpoint every so many steps; -1: only when the run ends or is interrupted."""
+    test_freq: int = -1
+    """Evaluate every so many steps; -1: only at the end."""
+    val_before_train: bool = True
+    max_ckpt_to_keep: PositiveInt = 2
+    """Newest checkpoints kept beside the best one."""
+    logger: list[Literal["console", "tensorboard", "wandb"]] = ["console"]
+    log_samples: NonNegativeInt = 64
+    """Completions written to samples/step_N.jsonl each step."""
+
+
+class Config(Section):
+    """A whole run."""
+
+    data: Data = Data()
+    actor_rollout_ref: ActorRolloutRef = ActorRolloutRef()
+    critic: Critic = Critic()
+    reward_model: RewardModel = RewardModel()
+    reward: Reward = Reward()
+    algorithm: Algorithm = Algorithm()
+    trainer: Trainer = Trainer()
+    later: dict[str, Any] = {}
+    """Keys given for parts of a later release, by path; filled by the loader. A run does not start while it has any."""

@@ -1,0 +1,71 @@
+"""The order in which training sees its prompts: one permutation per epoch, resumable at any batch."""
+
+import random
+from typing import Any
+
+from ullage.base.errors import DataError
+from ullage.base.seeds import derive
+
+
+class Sampler:
+    """Draws batches of row indices. The order depends on (seed, epoch) alone, so every rank can draw the whole batch.
+
+    The rows that do not fill a last batch are left out of their epoch, as in verl; the next permutation mixes them in.
+    """
+
+    def __init__(
+        self, num_rows: int, batch_size: int, *, seed: int, shuffle: bool, epoch: int = 0, cursor: int = 0
+    ) -> None:
+        if num_rows < batch_size:
+            raise DataError(
+                f"{num_rows} prompts do not fill one batch of data.train_batch_size={batch_size}",
+                f"set data.train_batch_size={num_rows} or less, or add data" if num_rows else "add data",
+            )
+        self.num_rows = num_rows
+        self.batch_size = batch_size
+        self.seed = seed
+        self.shuffle = shuffle
+        self.epoch = epoch
+        self.cursor = cursor
+        """Rows of this epoch already drawn."""
+        self._order = self._permutation()
+
+    @property
+    def batches_per_epoch(self) -> int:
+        return self.num_rows // self.batch_size
+
+    def next_batch(self) -> list[int]:
+        """Indices of the next batch; begins the next epoch when this one cannot fill a batch."""
+        if self.cursor + self.batch_size > self.num_rows:
+            self.epoch += 1
+            self.cursor = 0
+            self._order = self._permutation()
+        start, self.cursor = self.cursor, self.cursor + self.batch_size
+        return self._order[start : self.cursor]
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint needs, as JSON."""
+        return {
+            "epoch": self.epoch,
+            "cursor": self.cursor,
+            "seed": self.seed,
+            "shuffle": self.shuffle,
+            "num_rows": self.num_rows,
+        }
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken; refused where that order cannot be reproduced."""
+        for name in ("num_rows", "seed", "shuffle"):
+            if state[name] != getattr(self, name):
+                raise DataError(
+                    f"the order of prompts cannot be continued: {name} was {state[name]}, now {getattr(self, name)}",
+                    "resume with the data and the seed of the checkpoint, or start a new run",
+                )
+        self.epoch, self.cursor = state["epoch"], state["cursor"]
+        self._order = self._permutation()
+
+    def _permutation(self) -> list[int]:
+        order = list(range(self.num_rows))
+        if self.shuffle:
+            random.Random(derive(self.seed, "prompt order", self.epoch)).shuffle(order)
+        return order

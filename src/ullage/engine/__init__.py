@@ -1,0 +1,1 @@
+"""How training runs on devices: optimizer, ranks, recompute, memory measurement, checkpoints."""

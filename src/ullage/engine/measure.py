@@ -1,0 +1,43 @@
+"""Measured memory: the peak of a phase, and what the registered owners hold."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import torch
+
+from ullage.model.target import Target
+
+
+class MemoryProbe:
+    """Peaks per phase. On CUDA the allocator's own; on a CPU the process's resident high-water mark, where it can be
+    reset (Linux), else the resident size at the phase's end."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.owners: dict[str, int] = {}
+
+    def register(self, component: str, nbytes: int) -> None:
+        """A persistent owner of memory, under one of the component names of the memory report."""
+        self.owners[component] = nbytes
+
+    def start_phase(self) -> None:
+        if self.target.kind == "cuda":
+            torch.cuda.reset_peak_memory_stats(self.target.device)
+            return
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current resident size
+        except OSError:
+            pass
+
+    def end_phase(self) -> tuple[int, int, dict[str, int]]:
+        """(allocated peak, reserved peak, bytes by persistent component)."""
+        components = dict(self.owners)
+        if self.target.kind == "cuda":
+            device = self.target.device
+            return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), components
+        status = dict(
+            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line
+        )
+        peak = int(status["VmHWM"].split()[0]) * 1024
+        return peak, peak, components

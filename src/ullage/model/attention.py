@@ -1,0 +1,180 @@
+"""One attention function for every architecture: Hugging Face models call it, a layout says what it means.
+
+A `Layout` travels through the model as a keyword argument. `PackedLayout` here is the training and prefill pass over
+blocks (a prompt and its responses); the rollout engine adds one that reads the paged cache.
+
+Shapes: T packed tokens, H heads, K key-value heads, d head size, P prompt tokens, R response tokens of a block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any, NamedTuple, Protocol
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+from ullage.base.errors import ModelError
+
+NAME = "ullage"
+
+
+class Extras(NamedTuple):
+    """What some architectures add to plain attention."""
+
+    scaling: float
+    window: int
+    """How many tokens back a token sees, itself included; 0 for no limit."""
+    softcap: float | None
+    sinks: Tensor | None
+    """A learned logit per head that takes probability without contributing a value."""
+
+
+class Layout(Protocol):
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
+        """[H, T, d], [K, T, d], [K, T, d] -> [T, H, d]."""
+
+
+def attention(
+    module: torch.nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None,
+    *,
+    layout: Layout | None = None,
+    scaling: float | None = None,
+    sliding_window: int | None = None,
+    softcap: float | None = None,
+    s_aux: Tensor | None = None,
+    **_: Any,  # noqa: ANN401 -- architectures pass keywords of their own
+) -> tuple[Tensor, None]:
+    """The function registered with transformers; query is [1, H, T, d]. Dropout is never applied."""
+    del attention_mask  # the layout knows who sees whom
+    if layout is None:
+        raise ModelError(
+            f"{type(module).__name__} does not pass keyword arguments on to its attention",
+            "this architecture cannot be trained here yet; please report its name",
+        )
+    scaling = module.head_dim**-0.5 if scaling is None else scaling
+    extras = Extras(scaling, sliding_window or 0, softcap, s_aux)
+    out = layout.attend(module.layer_idx, query[0], key[0], value[0], extras)
+    return out[None], None
+
+
+ALL_ATTENTION_FUNCTIONS.register(NAME, attention)
+
+
+@dataclass(frozen=True, slots=True)
+class Span:
+    """Where a block lies in the packed row: `prompt` tokens from `start`, then its responses one after another."""
+
+    start: int
+    prompt: int
+    responses: tuple[int, ...]
+
+    @property
+    def total(self) -> int:
+        return self.prompt + sum(self.responses)
+
+
+class PackedLayout:
+    """Causal attention inside each block; a response sees its prompt and itself, never a sibling."""
+
+    def __init__(self, spans: Sequence[Span], *, varlen: bool, device: torch.device) -> None:
+        self.spans = spans
+        self.device = device
+        # The varlen kernel knows plain causal sequences only: a block must then have at most one response.
+        self.varlen = varlen and all(len(span.responses) <= 1 for span in spans)
+        self._siblings: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
+        if self.varlen:
+            ends = torch.tensor([0, *[span.total for span in spans]], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+            self._ends, self._longest = ends.to(device), max(span.total for span in spans)
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
+        del layer
+        if self.varlen and extras.softcap is None and extras.sinks is None:
+            return self._varlen(query, key, value, extras)
+        parts = [part for i in range(len(self.spans)) for part in self._block(i, query, key, value, extras)]
+        return torch.cat(parts, dim=1).transpose(0, 1)
+
+    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
+        from torch.nn.attention.varlen import varlen_attn
+
+        groups = query.shape[0] // key.shape[0]
+        key, value = (x.repeat_interleave(groups, 0) if groups > 1 else x for x in (key, value))
+        query, key, value = (x.transpose(0, 1).contiguous() for x in (query, key, value))
+        window = (extras.window - 1, 0) if extras.window else (-1, 0)
+        ends, longest = self._ends, self._longest
+        return varlen_attn(query, key, value, ends, ends, longest, longest, scale=extras.scaling, window_size=window)
+
+    def _block(self, index: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> list[Tensor]:
+        """[H, tokens, d] pieces of one block, in packed order."""
+        span = self.spans[index]
+        whole = slice(span.start, span.start + span.total)
+        if len(span.responses) <= 1:
+            return [_causal(query[:, whole], key[:, whole], value[:, whole], extras)]
+        prompt = slice(span.start, span.start + span.prompt)
+        first = _causal(query[:, prompt], key[:, prompt], value[:, prompt], extras)
+        gather, mask, valid = self._sibling_tables(index, extras.window)
+        siblings, longest = gather.shape
+        queries = query[:, gather].transpose(0, 1)  # [siblings, H, R, d]
+        keys, values = (
+            torch.cat([x[None, :, prompt].expand(siblings, -1, -1, -1), x[:, gather].transpose(0, 1)], dim=2)
+            for x in (key, value)
+        )
+        out = masked_attention(queries, keys, values, mask, extras)
+        return [first, out.transpose(0, 1).flatten(1, 2)[:, valid]]
+
+    def _sibling_tables(self, index: int, window: int) -> tuple[Tensor, Tensor, Tensor]:
+        """Gather indices [siblings, R], mask [siblings, 1, R, P + R] and the padded places that are real [tokens]."""
+        if (index, window) not in self._siblings:
+            span = self.spans[index]
+            longest = max(span.responses)
+            lengths = torch.tensor(span.responses, device=self.device)
+            offset = torch.arange(longest, device=self.device)
+            start = span.start + span.prompt + lengths.cumsum(0) - lengths
+            real = offset < lengths[:, None]
+            gather = torch.where(real, start[:, None] + offset, span.start)
+            position = span.prompt + offset
+            key_position = torch.arange(span.prompt + longest, device=self.device)
+            mask = key_position <= position[:, None]  # [R, P + R]
+            if window:
+                mask &= key_position > position[:, None] - window
+            self._siblings[index, window] = (gather, mask.expand(len(lengths), 1, -1, -1), real.flatten().nonzero()[:, 0])
+        return self._siblings[index, window]
+
+
+def _causal(query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
+    """Plain causal attention of one sequence, [H, T, d] -> [H, T, d]."""
+    tokens = query.shape[1]
+    if extras.softcap is None and extras.sinks is None and not (extras.window and extras.window < tokens):
+        return functional.scaled_dot_product_attention(
+            query[None], key[None], value[None], is_causal=True, scale=extras.scaling, enable_gqa=True
+        )[0]
+    position = torch.arange(tokens, device=query.device)
+    mask = position <= position[:, None]
+    if extras.window:
+        mask &= position > position[:, None] - extras.window
+    return masked_attention(query[None], key[None], value[None], mask, extras)[0]
+
+
+def masked_attention(query: Tensor, key: Tensor, value: Tensor, mask: Tensor, extras: Extras) -> Tensor:
+    """Attention under a boolean mask, [batch, H, Q, d] over [batch, K, T, d]."""
+    if extras.softcap is None and extras.sinks is None:
+        return functional.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, scale=extras.scaling, enable_gqa=True
+        )
+    groups = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(groups, 1), value.repeat_interleave(groups, 1)
+    scores = (query @ key.transpose(-1, -2)) * extras.scaling
+    if extras.softcap is not None:
+        scores = torch.tanh(scores / extras.softcap) * extras.softcap
+    scores = scores.masked_fill(~mask, float("-inf"))
+    if extras.sinks is None:
+        return scores.softmax(-1) @ value
+    sinks = extras.sinks.to(scores.dtype).view(1, -1, 1, 1).expand(*scores.shape[:3], 1)
+    return torch.cat([scores, sinks], dim=-1).softmax(-1)[..., :-1] @ value

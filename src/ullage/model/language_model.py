@@ -1,0 +1,82 @@
+"""A loaded causal language model: hidden states, log-probs of packed samples, and saving."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from transformers import PreTrainedModel
+
+from ullage.base.errors import ModelError
+from ullage.model.attention import Layout
+from ullage.model.head import Head
+from ullage.model.packing import Packed
+from ullage.model.target import Target
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class LanguageModel:
+    """Weights, tokenizer and the target they live on. Trainer and rollout engine hold the same one."""
+
+    module: PreTrainedModel
+    tokenizer: Any
+    head: Head
+    target: Target
+    dtype: torch.dtype
+    stop_ids: frozenset[int]
+    """Every end-of-sequence id that the model, its generation config or its tokenizer names."""
+
+    def hidden(self, input_ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
+        """[tokens, D] last hidden states of one packed row."""
+        out = self.module.base_model(input_ids=input_ids, position_ids=positions, use_cache=False, layout=layout)
+        return out.last_hidden_state[0]
+
+    def logprobs(self, packed: Packed, *, temperature: float, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
+        """Log-prob (and entropy) of every target of a micro-batch: [M], [M]."""
+        hidden = self.hidden(packed.input_ids, packed.positions, packed.layout)[packed.predict_from]
+        return self.head.logprobs(hidden, packed.targets, temperature=temperature, entropy=entropy)
+
+    @property
+    def layers(self) -> list[torch.nn.Module]:
+        """The decoder blocks, in order."""
+        stacks = [module for module in self.module.base_model.children() if isinstance(module, torch.nn.ModuleList)]
+        count = self.module.config.get_text_config().num_hidden_layers
+        for stack in stacks:
+            if len(stack) == count:
+                return list(stack)
+        raise ModelError(f"{type(self.module).__name__} has no list of {count} decoder layers", "report its name")
+
+    def save(self, folder: Path) -> None:
+        """A Hugging Face folder that `transformers` and `vllm serve` load."""
+        self.module.save_pretrained(folder, safe_serialization=True)
+        self.tokenizer.save_pretrained(folder)
+
+
+def find_head(module: PreTrainedModel) -> Head:
+    """The output projection, with the logit transforms this architecture's config names."""
+    linear = module.get_output_embeddings()
+    if linear is None:
+        raise ModelError(f"{type(module).__name__} has no language-model head", "choose a causal language model")
+    config = module.config.get_text_config()
+    scale = float(getattr(config, "logit_scale", None) or 1.0) / float(getattr(config, "logits_scaling", None) or 1.0)
+    return Head(
+        weight=linear.weight,
+        bias=getattr(linear, "bias", None),
+        scale=scale,
+        softcap=getattr(config, "final_logit_softcapping", None),
+    )
+
+
+def find_stop_ids(module: PreTrainedModel, tokenizer: Any) -> frozenset[int]:  # noqa: ANN401
+    """All ids that end a sample. Sampling settings of the generation config are deliberately not read."""
+    found: set[int] = set()
+    generation = getattr(module, "generation_config", None)
+    for holder in (generation, module.config, module.config.get_text_config(), tokenizer):
+        value = getattr(holder, "eos_token_id", None)
+        found.update(value if isinstance(value, (list, tuple)) else [value] if value is not None else [])
+    if not found:
+        raise ModelError("neither the model nor its tokenizer names an end-of-sequence token", "set eos_token in it")
+    return frozenset(found)

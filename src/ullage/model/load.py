@@ -1,0 +1,146 @@
+"""Loads a causal language model: a Hugging Face folder (safetensors), a GGUF file, or a Hub id. Never runs its code."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import torch
+import transformers
+from safetensors import SafetensorError, safe_open
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig, PreTrainedModel
+
+from ullage.base.errors import ModelError
+from ullage.model import attention
+from ullage.model.language_model import LanguageModel, find_head, find_stop_ids
+from ullage.model.target import Target
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
+"""Layer types whose only mixing of tokens is the attention function; others carry state across a packed row."""
+
+
+def load_model(
+    path: str, target: Target, *, dtype: str = "auto", tokenizer_path: str | None = None, chat_template: str | None = None
+) -> LanguageModel:
+    """The model and its tokenizer on the target, ready for packed passes; problems are `ModelError` (66)."""
+    wanted = target.default_dtype if dtype == "auto" else DTYPES[dtype]
+    source = _source(path)
+    tokenizer = load_tokenizer(tokenizer_path or path, chat_template=chat_template)
+    _refuse_unpackable(_guard(path, lambda: AutoConfig.from_pretrained(**source)), path)
+    options: dict[str, Any] = {"dtype": wanted, "attn_implementation": attention.NAME}
+    if "gguf_file" in source:
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    else:
+        options["use_safetensors"] = True
+    module: PreTrainedModel = _guard(path, lambda: AutoModelForCausalLM.from_pretrained(**source, **options))
+    module = module.to(dtype=wanted, device=target.device).eval()
+    _forget_quantisation(module)
+    return LanguageModel(
+        module=module,
+        tokenizer=tokenizer,
+        head=find_head(module),
+        target=target,
+        dtype=wanted,
+        stop_ids=find_stop_ids(module, tokenizer),
+    )
+
+
+def load_tokenizer(path: str, *, chat_template: str | None = None) -> Any:  # noqa: ANN401 -- transformers' own type tree
+    """The tokenizer alone; `chat_template` replaces its template."""
+    source = _source(path, weights=False)
+    tokenizer = _guard(path, lambda: AutoTokenizer.from_pretrained(**source))
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def _source(path: str, *, weights: bool = True) -> dict[str, Any]:
+    """`from_pretrained` arguments for a path, after checking that what it names is there and whole."""
+    if not path:
+        raise ModelError("no model given", "set actor_rollout_ref.model.path to a folder, a .gguf file or a Hub id")
+    place = Path(path).expanduser()
+    if place.suffix == ".gguf":
+        if not place.is_file():
+            raise ModelError(f"no such GGUF file: {place}", "check actor_rollout_ref.model.path")
+        return {"pretrained_model_name_or_path": str(place.parent), "gguf_file": place.name}
+    if place.is_dir():
+        if weights:
+            _check_folder(place)
+        return {"pretrained_model_name_or_path": str(place)}
+    if place.is_absolute() or path.startswith(("./", "../", "~")) or path.count("/") != 1:
+        raise ModelError(f"no such model folder: {place}", "check actor_rollout_ref.model.path")
+    return {"pretrained_model_name_or_path": path}
+
+
+def _check_folder(folder: Path) -> None:
+    """Every weight file is safetensors, present and complete."""
+    if not (folder / "config.json").is_file():
+        raise ModelError(f"{folder} has no config.json: not a Hugging Face model folder", "point at the model folder")
+    files = sorted(folder.glob("*.safetensors"))
+    index = folder / "model.safetensors.index.json"
+    if index.is_file():
+        try:
+            named = {str(name) for name in json.loads(index.read_text())["weight_map"].values()}
+        except (ValueError, KeyError, AttributeError):
+            raise ModelError(f"{index} is damaged", "copy or download the model again") from None
+        missing = sorted(named - {file.name for file in files})
+        if missing:
+            raise ModelError(f"{folder} lacks {', '.join(missing)}", "copy or download the model again")
+    if not files:
+        others = [file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in folder.glob(pattern)]
+        if others:
+            raise ModelError(
+                f"{folder} has only pickle weights ({', '.join(sorted(others))}), which can run code when loaded",
+                "convert them to safetensors where you trust them",
+            )
+        raise ModelError(f"{folder} has no weights (*.safetensors)", "copy or download the model again")
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                opened.keys()
+        except (SafetensorError, OSError) as error:
+            raise ModelError(f"{file} is damaged: {error}", "copy or download the model again") from None
+
+
+def _guard(path: str, load: Any) -> Any:  # noqa: ANN401
+    """Run a `from_pretrained` call quietly; translate what it raises."""
+    transformers.utils.logging.set_verbosity_error()
+    transformers.utils.logging.disable_progress_bar()
+    try:
+        with contextlib.redirect_stderr(io.StringIO()):  # GGUF conversion draws a progress bar of its own
+            return load()
+    except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        local = Path(path).expanduser().exists()
+        offline = os.environ.get("HF_HUB_OFFLINE") == "1"
+        remedy = "check that the folder is a causal language model transformers can load"
+        if not local:
+            remedy = "no network or no such model: download it where there is one, and give the folder as the path"
+            remedy += " (HF_HUB_OFFLINE=1 is set)" if offline else ""
+        raise ModelError(f"cannot load {path}: {first_line}", remedy) from error
+
+
+def _refuse_unpackable(config: Any, path: str) -> None:  # noqa: ANN401
+    """State-space and other recurrent layers would leak from one packed sequence into the next."""
+    kinds = set(getattr(config, "layer_types", None) or []) - PACKABLE_LAYERS
+    if kinds or getattr(config, "is_encoder_decoder", False):
+        what = ", ".join(sorted(kinds)) or "an encoder"
+        raise ModelError(
+            f"{path} ({config.model_type}) has {what}: not a plain attention decoder",
+            "choose a decoder-only model with attention layers",
+        )
+
+
+def _forget_quantisation(module: PreTrainedModel) -> None:
+    """A dequantised GGUF model is a plain one, but keeps flags that make it refuse to be saved."""
+    if getattr(module.config, "quantization_config", None) is not None:
+        del module.config.quantization_config
+    module.is_quantized = False
+    for name in ("hf_quantizer", "quantization_method"):
+        if hasattr(module, name):
+            setattr(module, name, None)

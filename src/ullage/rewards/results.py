@@ -1,0 +1,90 @@
+"""What a reward function returned, as numbers, or as the reason why it cannot be one."""
+
+import math
+import reprlib
+import traceback
+from typing import Any, NamedTuple
+
+MAX_TEXT = 300
+"""Characters of an error text that are kept: model text may be in it."""
+
+
+class UnusableResult(Exception):  # noqa: N818 -- not a failure of the program: it becomes the sample's error text
+    """The returned value is not a score."""
+
+
+class Result(NamedTuple):
+    """One function's verdict: `score` is None where a TRL function says that it does not apply to the sample."""
+
+    score: float | None
+    metrics: dict[str, float]
+
+
+def read_result(value: Any) -> Result:  # noqa: ANN401 -- whatever a user's function returns
+    """The score of a plain or verl function: a finite number, or a dict with `score`, whose other numbers are kept."""
+    if not isinstance(value, dict):
+        return Result(_finite(value), {})
+    if "score" not in value:
+        raise UnusableResult(f"returned a dict without 'score': it has {_shown(sorted(map(str, value)))}")
+    metrics = {}
+    for key, item in value.items():
+        try:
+            metrics[str(key)] = _finite(item)
+        except UnusableResult:
+            continue  # texts such as the extracted answer are not metrics
+    metrics.pop("score", None)
+    return Result(_finite(value["score"]), metrics)
+
+
+def read_list_result(value: Any) -> Result:  # noqa: ANN401
+    """The score of a TRL function that was given one completion: a list of exactly one number or None."""
+    if isinstance(value, str | bytes | dict) or not hasattr(value, "__getitem__") or getattr(value, "ndim", 1) != 1:
+        raise UnusableResult(f"returned {_described(value)}, not a list of one score")
+    if len(value) != 1:
+        raise UnusableResult(f"returned a list of length {len(value)} for 1 completion")
+    return Result(None if value[0] is None else _finite(value[0]), {})
+
+
+def _finite(value: Any) -> float:  # noqa: ANN401
+    # Numbers of other libraries (numpy, torch, Decimal, sympy) convert themselves; arrays, even of one element, do not.
+    if not hasattr(type(value), "__float__") or getattr(value, "ndim", 0) != 0:
+        raise UnusableResult(f"returned {_described(value)}")
+    try:
+        number = float(value)
+    except (TypeError, ValueError, OverflowError):
+        raise UnusableResult(f"returned {_described(value)}") from None
+    if not math.isfinite(number):
+        raise UnusableResult(f"returned {'NaN' if math.isnan(number) else number}")
+    return number
+
+
+def _described(value: Any) -> str:  # noqa: ANN401
+    if value is None:
+        return "None"
+    if isinstance(value, str | bytes):
+        return f"the {type(value).__name__} {_shown(value)}"
+    if isinstance(value, list | tuple):
+        return f"a {type(value).__name__} of length {len(value)}"
+    return f"a value of type {type(value).__name__}"
+
+
+def _shown(value: Any) -> str:  # noqa: ANN401
+    return printable(reprlib.repr(value))
+
+
+def raised(error: BaseException, file: str | None) -> str:
+    """`raised ValueError: text at my_reward.py:7`, the line being the deepest one in `file` where there is one."""
+    try:
+        text = str(error)
+    except Exception:  # noqa: BLE001 -- an exception class of the user's whose text cannot be made
+        text = ""
+    frames = traceback.extract_tb(error.__traceback__)
+    inside = [frame for frame in frames if frame.filename == file]
+    place = f" at {inside[-1].filename.rsplit('/', 1)[-1]}:{inside[-1].lineno}" if inside else ""
+    return f"raised {type(error).__name__}{': ' if text else ''}{printable(text)}{place}"
+
+
+def printable(text: str) -> str:
+    """One line without control characters, of bounded length: it goes to terminals and log files."""
+    line = "".join(character if character.isprintable() else " " for character in text[: MAX_TEXT + 1])
+    return line if len(line) <= MAX_TEXT else line[:MAX_TEXT] + "…"

@@ -1,0 +1,54 @@
+"""The engine's two attention layouts: prefill (packed prompts, cache filled on the way) and decode (cache read)."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from ullage.model.attention import Extras, PackedLayout, Span, masked_attention
+from ullage.model.kernels.paged import paged_attention, store_kv
+
+
+class PrefillLayout(PackedLayout):
+    """Causal attention over packed prompts; keys and values go to their places in the arena."""
+
+    def __init__(self, spans: Sequence[Span], arena: Tensor, places: Tensor, *, varlen: bool) -> None:
+        super().__init__(spans, varlen=varlen, device=arena.device)
+        self.arena = arena
+        self.places = places
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
+        store_kv(self.arena, layer, key.transpose(0, 1), value.transpose(0, 1), self.places)
+        return super().attend(layer, query, key, value, extras)
+
+
+class DecodeLayout:
+    """One new token per sequence, attending over its pages."""
+
+    def __init__(self, arena: Tensor, places: Tensor, page_table: Tensor, lengths: Tensor) -> None:
+        self.arena = arena
+        self.places = places
+        """[S] where each new token's key and value go."""
+        self.page_table = page_table
+        """[S, pages]"""
+        self.lengths = lengths
+        """[S] cached tokens, the new one included."""
+
+    def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
+        store_kv(self.arena, layer, key.transpose(0, 1), value.transpose(0, 1), self.places)
+        rows = query.transpose(0, 1)  # [S, H, d]
+        if extras.softcap is None and extras.sinks is None:
+            return paged_attention(
+                rows, self.arena, layer, self.page_table, self.lengths, extras.scaling, extras.window
+            )
+        keys, values = self.arena[layer][:, self.page_table].flatten(2, 3)
+        place = torch.arange(keys.shape[1], device=rows.device)
+        mask = place < self.lengths[:, None]
+        if extras.window:
+            mask &= place >= self.lengths[:, None] - extras.window
+        out = masked_attention(
+            rows[:, :, None], keys.transpose(1, 2), values.transpose(1, 2), mask[:, None, None], extras
+        )
+        return out[:, :, 0]

@@ -1,0 +1,59 @@
+"""The KV arena and its pages: one tensor, pages handed out and counted, prompts of a group stored once."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from ullage.model.language_model import LanguageModel
+
+PAGE_SIZE = 16
+"""Tokens per page."""
+
+
+class Pages:
+    """Free list and reference counts; the arena's address never changes."""
+
+    def __init__(self, arena: Tensor) -> None:
+        self.arena = arena
+        self.total = arena.shape[2]
+        self._free = list(range(self.total - 1, -1, -1))
+        self._users = [0] * self.total
+
+    @property
+    def free(self) -> int:
+        return len(self._free)
+
+    def take(self, count: int) -> list[int]:
+        assert count <= len(self._free), "admission must reserve before taking"
+        taken = [self._free.pop() for _ in range(count)]
+        for page in taken:
+            self._users[page] = 1
+        return taken
+
+    def share(self, pages: list[int]) -> None:
+        for page in pages:
+            self._users[page] += 1
+
+    def give_back(self, pages: list[int]) -> None:
+        for page in pages:
+            self._users[page] -= 1
+            if self._users[page] == 0:
+                self._free.append(page)
+
+    def copy(self, source: int, target: int) -> None:
+        """A sample's own copy of the last, partly filled page of its prompt."""
+        self.arena[:, :, target].copy_(self.arena[:, :, source])
+
+
+def pages_for(tokens: int) -> int:
+    return -(-tokens // PAGE_SIZE)
+
+
+def make_arena(model: LanguageModel, num_pages: int) -> Tensor:
+    """[layers, 2, pages, page size, kv heads, head size], zeroed: masked reads of fresh pages must stay finite."""
+    config = model.module.config.get_text_config()
+    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+    shape = (config.num_hidden_layers, 2, num_pages, PAGE_SIZE, heads, head_dim)
+    return torch.zeros(shape, dtype=model.dtype, device=model.target.device)

@@ -1,0 +1,1 @@
+"""From a config to a running program: assemble the objects, launch the ranks."""

@@ -1,0 +1,215 @@
+"""Config -> objects: the only place that knows every room."""
+
+from __future__ import annotations
+
+import math
+import time
+from dataclasses import dataclass
+from pathlib import Path
+
+from ullage.algorithms import Algorithm
+from ullage.base import extensions
+from ullage.base.communicator import Communicator
+from ullage.base.errors import ConfigError
+from ullage.batch.pack import Limits
+from ullage.config.tree import Config
+from ullage.data.prompts import PromptSet, load_prompts
+from ullage.data.sampler import Sampler
+from ullage.engine.measure import MemoryProbe
+from ullage.engine.recompute import recompute_layers
+from ullage.model.language_model import LanguageModel
+from ullage.model.load import load_model
+from ullage.model.target import Target
+from ullage.rewards.pool import RewardPool
+from ullage.rollout.embedded.engine import Engine
+from ullage.telemetry.recorder import Recorder
+from ullage.telemetry.run_directory import RunDirectory, RunInfo
+from ullage.telemetry.writer import MetricsWriter
+from ullage.trainer.collect import Collector
+from ullage.trainer.evaluate import Evaluator
+from ullage.trainer.generate import Generator
+from ullage.trainer.loop import Trainer
+from ullage.trainer.schedule import Schedule
+from ullage.trainer.state import Keeper
+from ullage.trainer.stop import Stop
+from ullage.workers.actor import Actor
+from ullage.workers.reference import Reference
+
+AUTO_TOKENS = 8192
+"""Tokens of one pass where the config leaves it to us and sequences are shorter."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Surroundings:
+    """What a run is given rather than makes: where it runs, where it writes, who else is there."""
+
+    config: Config
+    directory: RunDirectory
+    target: Target
+    ranks: Communicator
+    recorder: Recorder
+    writer: MetricsWriter
+    probe: MemoryProbe
+    stop: Stop
+
+
+def assemble(given: Surroundings, resume_from: Path | None) -> Trainer:
+    """Everything a run needs, from its config or, for what changes, from a checkpoint."""
+    config, ranks, recorder = given.config, given.ranks, given.recorder
+    arr = config.actor_rollout_ref
+    model = open_model(config, given.target, weights=resume_from and resume_from / "model")
+    train, val = open_data(config, model)
+    for prompts in filter(None, (train, val)):
+        report_overlong(prompts, recorder)
+    sampler = Sampler(
+        len(train.prompts),
+        config.data.train_batch_size,
+        seed=config.trainer.seed if config.data.seed is None else config.data.seed,
+        shuffle=config.data.shuffle,
+    )
+    total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * sampler.batches_per_epoch
+    pool = RewardPool(config.reward)
+    for line in pool.descriptions:
+        recorder.event(f"reward: {line}")
+    engine = make_engine(config, model, prompt_tokens=longest_prompt(train, val))
+    generator = Generator(engine, pool, model.tokenizer, config.reward, recorder, ranks, given.stop.poll)
+    algorithm: Algorithm = extensions.find("algorithms", config.algorithm.name).Algorithm(config)
+    actor = make_actor(config, model, ranks, recorder)
+    keeper = Keeper(
+        given.directory,
+        actor,
+        sampler,
+        recorder,
+        ranks,
+        keep=config.trainer.max_ckpt_to_keep,
+        facts={"data_fingerprint": train.fingerprint, "model_type": model.module.config.model_type},
+    )
+    if resume_from is not None:
+        keeper.restore(resume_from)
+    register_memory(given.probe, model, actor, engine)
+    recorder.event(derivation(config, ranks.size))
+    recorder.start(
+        RunInfo(
+            name=given.directory.name,
+            algorithm=config.algorithm.name,
+            model=Path(arr.model.path).name,
+            total_steps=total_steps,
+            created_at=time.time(),
+            capacity_bytes=given.target.memory_bytes,
+        )
+    )
+    return Trainer(
+        config=config,
+        total_steps=total_steps,
+        actor=actor,
+        reference=make_reference(config, given.target, actor.limits, recorder) if arr.actor.use_kl_loss else None,
+        algorithm=algorithm,
+        collector=Collector(
+            config, train.prompts, sampler, generator, algorithm, ranks, recorder, given.writer
+        ),
+        evaluator=make_evaluator(config, val, generator, given) if val else None,
+        schedule=Schedule(config, ranks),
+        keeper=keeper,
+        recorder=recorder,
+        ranks=ranks,
+        stop=given.stop,
+    )
+
+
+def open_model(config: Config, target: Target, *, weights: Path | None = None) -> LanguageModel:
+    """The model of the config, or the same model with the weights of a checkpoint."""
+    wanted = config.actor_rollout_ref.model
+    return load_model(
+        str(weights) if weights else wanted.path,
+        target,
+        dtype=wanted.dtype,
+        tokenizer_path=wanted.tokenizer_path,
+        chat_template=wanted.custom_chat_template,
+    )
+
+
+def open_data(config: Config, model: LanguageModel) -> tuple[PromptSet, PromptSet | None]:
+    data = config.data
+    train = load_prompts(data.train_files, data, model.tokenizer, max_samples=data.train_max_samples)
+    if not data.val_files:
+        return train, None
+    return train, load_prompts(data.val_files, data, model.tokenizer, max_samples=data.val_max_samples)
+
+
+def report_overlong(prompts: PromptSet, recorder: Recorder) -> None:
+    if prompts.num_overlong:
+        done = "dropped" if prompts.overlong == "drop" else f"truncated ({prompts.overlong})"
+        recorder.event(f"{prompts.num_overlong} of {prompts.num_rows} prompts over data.max_prompt_length: {done}")
+
+
+def longest_prompt(*sets: PromptSet | None) -> int:
+    return max(len(prompt.token_ids) for prompts in sets if prompts for prompt in prompts.prompts)
+
+
+def make_engine(config: Config, model: LanguageModel, *, prompt_tokens: int) -> Engine:
+    rollout = config.actor_rollout_ref.rollout
+    return Engine(
+        model,
+        slots=rollout.max_num_seqs,
+        max_length=prompt_tokens + config.data.max_response_length,
+        cache_tokens=None if rollout.kv_cache_tokens == "auto" else rollout.kv_cache_tokens,
+    )
+
+
+def make_limits(config: Config, model: LanguageModel) -> Limits:
+    actor = config.actor_rollout_ref.actor
+    longest = config.data.max_prompt_length + config.data.max_response_length
+    tokens = actor.ppo_max_token_len_per_gpu
+    # The varlen kernel has no shared prefix; block attention has, and is exact for every supported architecture.
+    share = actor.share_prompt_prefix
+    return Limits(
+        max_tokens=max(AUTO_TOKENS, longest) if tokens == "auto" else tokens,
+        max_sequences=actor.ppo_micro_batch_size_per_gpu,
+        share_prefix=not model.target.varlen_attention(model.dtype) if share == "auto" else share,
+    )
+
+
+def make_actor(config: Config, model: LanguageModel, ranks: Communicator, recorder: Recorder) -> Actor:
+    arr = config.actor_rollout_ref
+    recompute = arr.model.enable_gradient_checkpointing
+    if model.target.kind == "cuda" if recompute == "auto" else recompute:
+        recompute_layers(model.layers)
+    limits = make_limits(config, model)
+    return Actor(model, arr.actor, limits, ranks, temperature=arr.rollout.temperature, phase=recorder.phase)
+
+
+def make_reference(config: Config, target: Target, actor_limits: Limits, recorder: Recorder) -> Reference:
+    arr = config.actor_rollout_ref
+    tokens = arr.ref.log_prob_max_token_len_per_gpu
+    limits = actor_limits if tokens == "auto" else Limits(max_tokens=tokens, share_prefix=actor_limits.share_prefix)
+    model = open_model(config, target)
+    return Reference(model, limits, temperature=arr.rollout.temperature, phase=recorder.phase)
+
+
+def make_evaluator(config: Config, val: PromptSet, generator: Generator, given: Surroundings) -> Evaluator:
+    full_marks = sum(max(function.weight, 0.0) for function in config.reward.functions)
+    return Evaluator(config, val.prompts, generator, given.ranks, given.writer, full_marks=full_marks)
+
+
+def register_memory(probe: MemoryProbe, model: LanguageModel, actor: Actor, engine: Engine) -> None:
+    """Owners that live as long as the run, under the names every memory report uses."""
+    weights = sum(parameter.nbytes for parameter in model.module.parameters())
+    probe.register("weights", weights)
+    for name, nbytes in actor.optimizer.nbytes().items():
+        probe.register(name, nbytes)
+    probe.register("kv_cache", engine.nbytes)
+
+
+def derivation(config: Config, num_ranks: int) -> str:
+    """How the batch words of the config combine, in one line."""
+    prompts, samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    mini = config.actor_rollout_ref.actor.ppo_mini_batch_size or prompts
+    if mini > prompts:
+        raise ConfigError(
+            f"ppo_mini_batch_size = {mini} is larger than train_batch_size = {prompts}", "lower one or raise the other"
+        )
+    updates = math.ceil(prompts / mini) * config.actor_rollout_ref.actor.ppo_epochs
+    return (
+        f"each step: {prompts} prompts x {samples} samples = {prompts * samples} sequences on {num_ranks} rank(s), "
+        f"{updates} optimizer update(s) of {mini} prompts"
+    )

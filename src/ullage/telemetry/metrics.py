@@ -1,0 +1,92 @@
+"""Every metric name a run declares, with its unit, its meaning, and how several values of one step become one.
+
+A name may hold placeholders, such as `time/<phase>`. Names that are not here are allowed: they are averaged.
+"""
+
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cache
+from typing import Literal
+
+Reduction = Literal["mean", "sum", "max", "last"]
+
+
+@dataclass(frozen=True, slots=True)
+class Metric:
+    """What a metric is."""
+
+    unit: str
+    meaning: str
+    reduction: Reduction = "mean"
+
+
+METRICS: dict[str, Metric] = {
+    "reward/mean": Metric("score", "weighted sum of the reward functions, mean over the step's samples"),
+    "reward/std": Metric("score", "standard deviation of that sum over the step's samples"),
+    "reward/failed_fraction": Metric("share", "samples that could not be scored: error, time limit, not a number"),
+    "reward/<function>": Metric("score", "mean of one reward function, before its weight"),
+    "response/length_mean": Metric("tokens", "length of a sampled response"),
+    "response/length_max": Metric("tokens", "length of the longest response of the step", "max"),
+    "response/truncated_fraction": Metric("share", "responses cut off at max_response_length"),
+    "group/zero_std_fraction": Metric("share", "groups whose samples all have the same reward: no signal"),
+    "actor/loss": Metric("nats", "policy loss, with KL and entropy terms where they are on"),
+    "actor/kl_ref": Metric("nats per token", "distance of the policy from the reference"),
+    "actor/kl_old": Metric("nats per token", "distance of the policy from the one that sampled"),
+    "actor/entropy": Metric("nats per token", "entropy of the policy over the whole vocabulary"),
+    "actor/clip_fraction": Metric("share", "response tokens whose ratio was clipped"),
+    "actor/ratio_max": Metric("ratio", "largest probability ratio of new to old policy", "max"),
+    "actor/grad_norm": Metric("norm", "global gradient norm before clipping"),
+    "actor/lr": Metric("per step", "learning rate of the last update", "last"),
+    "actor/updates": Metric("count", "optimizer steps taken", "sum"),
+    "actor/skipped_updates": Metric("count", "optimizer steps skipped: gradient not finite", "sum"),
+    "critic/loss": Metric("score squared", "value loss"),
+    "critic/explained_variance": Metric("share", "variance of the returns that the values explain"),
+    "rollout/logprob_gap_mean": Metric("nats", "mean distance between the engine's and the trainer's log-probs"),
+    "rollout/logprob_gap_max": Metric("nats", "largest distance between the engine's and the trainer's", "max"),
+    "rollout/tokens": Metric("tokens", "tokens sampled", "sum"),
+    "rollout/tokens_per_second": Metric("tokens/s", "tokens sampled per second of the rollout phase"),
+    "update/tokens": Metric("tokens", "tokens passed forward and backward", "sum"),
+    "update/tokens_per_second": Metric("tokens/s", "tokens trained per second of the update phase"),
+    "update/mfu": Metric("share", "model FLOPs of the update as a share of the device's peak"),
+    "data/epoch": Metric("epochs", "passes over the training data so far", "last"),
+    "time/step": Metric("s", "whole step", "sum"),
+    "time/<phase>": Metric("s", "time in one phase, without phases inside it", "sum"),
+    "memory/<phase>_peak_bytes": Metric("bytes", "peak of allocated memory in one phase", "max"),
+    "eval/<source>/pass@<k>": Metric("share", "held-out prompts solved by at least one of k samples, unbiased", "last"),
+    "eval/<source>/<score>": Metric("score", "score on held-out prompts of one source", "last"),
+}
+_AVERAGED = Metric("", "")
+
+
+@cache
+def describe(name: str) -> Metric:
+    """The declaration that `name` falls under; exact names come before patterns."""
+    if name in METRICS:
+        return METRICS[name]
+    for pattern, metric in METRICS.items():
+        parts = re.split(r"<\w+>", pattern)
+        if len(parts) > 1 and re.fullmatch(".+".join(map(re.escape, parts)), name):
+            return metric
+    return _AVERAGED
+
+
+def reduce_values(name: str, values: Sequence[float]) -> float:
+    """One value for the step out of the ones recorded."""
+    match describe(name).reduction:
+        case "sum":
+            return sum(values)
+        case "max":
+            return max(values)
+        case "last":
+            return values[-1]
+        case "mean":
+            return sum(values) / len(values)
+
+
+def headline_evaluation(metrics: Mapping[str, float | None]) -> float | None:
+    """The one number an evaluation is known by: its first score that is not a pass@k, averaged over sources."""
+    scores = [name.split("/") for name in metrics if name.startswith("eval/") and "/pass@" not in name]
+    same = ["/".join(parts) for parts in scores if parts[-1] == scores[0][-1]]
+    values = [value for name in same if (value := metrics[name]) is not None]
+    return sum(values) / len(values) if values else None

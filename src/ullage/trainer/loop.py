@@ -1,0 +1,101 @@
+"""The training loop: the page that reads like the paper."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+
+from ullage.algorithms import Algorithm
+from ullage.base import faults
+from ullage.base.communicator import Communicator
+from ullage.config.tree import Config
+from ullage.engine.optimizer import learning_rate
+from ullage.telemetry.recorder import Recorder
+from ullage.telemetry.tally import Tally
+from ullage.trainer.collect import Collector
+from ullage.trainer.evaluate import Evaluator
+from ullage.trainer.schedule import Schedule
+from ullage.trainer.state import Keeper
+from ullage.trainer.stop import Stop
+from ullage.workers.actor import Actor
+from ullage.workers.reference import Reference
+
+Record = Callable[[Mapping[str, float]], None]
+
+
+class Trainer:
+    """One run: every rank makes one of these and they do the same things in the same order."""
+
+    def __init__(
+        self,
+        *,
+        config: Config,
+        total_steps: int,
+        actor: Actor,
+        reference: Reference | None,
+        algorithm: Algorithm,
+        collector: Collector,
+        evaluator: Evaluator | None,
+        schedule: Schedule,
+        keeper: Keeper,
+        recorder: Recorder,
+        ranks: Communicator,
+        stop: Stop,
+    ) -> None:
+        self.config = config
+        self.total_steps = total_steps
+        self.actor = actor
+        self.reference = reference
+        self.algorithm = algorithm
+        self.collector = collector
+        self.evaluator = evaluator
+        self.schedule = schedule
+        self.keeper = keeper
+        self.recorder = recorder
+        self.ranks = ranks
+        self.stop = stop
+
+    def train(self) -> None:
+        """Run until the last step, saving and evaluating on the way; leaves the trained model in `final/`."""
+        if self.keeper.step == 0 and self.config.trainer.val_before_train:
+            self.evaluate(0)
+        while self.keeper.step < self.total_steps:
+            self.stop.check(self.ranks, self.keeper)
+            step = self.keeper.step + 1
+            with self.stop.discarding(self.keeper), self.recorder.step(step) as record:
+                self.step(step, record)
+                if self._due(step, self.config.trainer.test_freq):
+                    self.evaluate(step)
+            if self._due(step, self.config.trainer.save_freq):
+                self.keeper.save()
+        self.keeper.export()
+
+    def step(self, step: int, record: Record) -> None:
+        """One training step: collect, evaluate, assign credit, update."""
+        tally = Tally()
+        experience = self.collector.collect(step, tally)
+        plan = self.schedule.plan(experience, step)
+        experience = experience.evaluated(
+            old_logprobs=self.actor.logprobs(experience, plan) if self.schedule.off_policy else None,
+            ref_logprobs=self.reference.logprobs(experience, plan) if self.reference else None,
+            values=None,
+        )
+        batch = self.algorithm.assign_credit(experience, self.ranks)
+        rate = learning_rate(self.config.actor_rollout_ref.actor.optim, step - 1, self.total_steps)
+        with self.recorder.phase("update"), self.stop.deferred():
+            faults.strike("update", step)
+            for mini_batch in self.schedule.mini_batches(batch, step):
+                self.actor.update(mini_batch, self.algorithm, rate, tally)
+        self.keeper.advance(step)
+        record(tally.means(self.ranks) | {"actor/learning_rate": rate})
+
+    def evaluate(self, step: int) -> None:
+        """Score held-out prompts, where there are any; remember the best."""
+        if self.evaluator is None:
+            return
+        with self.stop.deferred():
+            result = self.evaluator.evaluate(step)
+        self.recorder.evaluation(step, result.metrics)
+        self.keeper.consider(step, result.score)
+
+    def _due(self, step: int, every: int) -> bool:
+        return step == self.total_steps or (every > 0 and step % every == 0)

@@ -1,0 +1,1 @@
+"""The roles of a run: actor, reference (later critic and reward model), each around a language model."""

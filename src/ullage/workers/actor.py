@@ -1,0 +1,116 @@
+"""The actor: log-probs of its samples, and the update of its weights."""
+
+from __future__ import annotations
+
+import math
+from contextlib import nullcontext
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+
+from ullage.algorithms import Algorithm
+from ullage.base.communicator import Communicator
+from ullage.base.errors import NumericsError
+from ullage.batch.pack import Limits
+from ullage.batch.stages import Experience, TrainBatch
+from ullage.config.tree import Actor as ActorConfig
+from ullage.engine.optimizer import Optimizer
+from ullage.maths import kl
+from ullage.model.language_model import LanguageModel
+from ullage.telemetry.tally import Tally
+from ullage.workers.passes import Phase, micro_batches, stage_logprobs
+
+
+@dataclass(frozen=True, slots=True)
+class Terms:
+    """The loss of one micro-batch and what to report of it: sums over its tokens."""
+
+    loss: float
+    report: dict[str, float]
+    tokens: int
+
+
+class Actor:
+    """The policy being trained: one language model, one optimizer."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        config: ActorConfig,
+        limits: Limits,
+        ranks: Communicator,
+        *,
+        temperature: float,
+        phase: Phase = nullcontext,
+    ) -> None:
+        self.model = model
+        self.config = config
+        self.limits = limits
+        self.ranks = ranks
+        self.temperature = temperature
+        self.phase = phase
+        self.optimizer = Optimizer(model.module.named_parameters(), config.optim)
+        self.nonfinite_steps = 0
+        """Updates skipped so far because the gradient was not finite."""
+
+    def logprobs(self, experience: Experience, mini_batches: list[Tensor]) -> Tensor:
+        """[N, T] log-probs before the update, packed as the update will be, so that its first ratio is exactly 1."""
+        with self.phase("logprob"):
+            return stage_logprobs(experience, mini_batches, self.model, self.limits, self.temperature)
+
+    def update(self, mini_batch: TrainBatch, algorithm: Algorithm, learning_rate: float, tally: Tally) -> None:
+        """One optimizer step on a mini-batch whose token weights already hold the denominators of all ranks."""
+        self.optimizer.zero_grad()
+        loss_sum = 0.0
+        for terms in self.backward(mini_batch, algorithm):
+            loss_sum += terms.loss
+            for name, value in terms.report.items():
+                tally.add(name, value, terms.tokens)
+        norm = self.optimizer.step(learning_rate, self.ranks)
+        tally.add("actor/loss", loss_sum, 1 / self.ranks.size)
+        tally.add("actor/skipped_steps", 0.0 if math.isfinite(norm) else 1.0)
+        if math.isfinite(norm):
+            tally.add("actor/grad_norm", norm)
+        else:
+            self._count_nonfinite(norm)
+
+    def backward(self, mini_batch: TrainBatch, algorithm: Algorithm) -> list[Terms]:
+        """Accumulate the gradient of the mini-batch, one micro-batch at a time."""
+        done = []
+        for packed, part in micro_batches(mini_batch, self.model, self.limits):
+            values, entropies = self.model.logprobs(packed, temperature=self.temperature, entropy=True)
+            width = part.mask_NT.shape[1]
+            loss, terms = self._terms(packed.scatter(values, width), packed.scatter(entropies, width), part, algorithm)
+            loss.backward()
+            done.append(terms)
+        return done
+
+    def _terms(
+        self, logprobs_NT: Tensor, entropy_NT: Tensor, part: TrainBatch, algorithm: Algorithm
+    ) -> tuple[Tensor, Terms]:
+        device = logprobs_NT.device
+        part = part.to(device)
+        mask = part.mask_NT
+        old = logprobs_NT.detach() if part.old_logprobs_NT is None else part.old_logprobs_NT.to(logprobs_NT.dtype)
+        token_loss = algorithm.policy_loss(logprobs_NT, old, part)
+        loss_NT, report = token_loss.loss_NT, dict(token_loss.report_NT)
+        if part.ref_logprobs_NT is not None:
+            kl_NT = kl.ESTIMATORS[self.config.kl_loss_type](logprobs_NT, part.ref_logprobs_NT.to(logprobs_NT.dtype))
+            loss_NT = loss_NT + self.config.kl_loss_coef * kl_NT
+            report["actor/kl_ref"] = kl_NT
+        if self.config.entropy_coeff:
+            loss_NT = loss_NT - self.config.entropy_coeff * entropy_NT
+        report["actor/entropy"] = entropy_NT
+        report["rollout/logprob_gap_mean"] = (part.rollout_logprobs_NT.to(old.dtype) - old).abs()
+        loss = (loss_NT * part.weights_NT.to(loss_NT.dtype)).sum()
+        sums = {name: float((value.detach() * mask).sum()) for name, value in report.items()}
+        return loss, Terms(float(loss.detach()), sums, int(mask.sum()))
+
+    def _count_nonfinite(self, norm: float) -> None:
+        self.nonfinite_steps += 1
+        if self.nonfinite_steps > self.config.max_nonfinite_steps:
+            raise NumericsError(
+                f"{self.nonfinite_steps} updates had a non-finite gradient (norm {norm})",
+                "lower actor_rollout_ref.actor.optim.lr, or raise actor_rollout_ref.actor.max_nonfinite_steps",
+            )

@@ -1,0 +1,45 @@
+"""Packed passes over a stage's samples: which ones, in which micro-batches, under which limits."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import AbstractContextManager
+from typing import TypeVar
+
+import torch
+from torch import Tensor
+
+from ullage.batch.pack import Limits, pack
+from ullage.batch.stages import Experience, Rollouts
+from ullage.model.language_model import LanguageModel
+from ullage.model.packing import Packed, build
+
+Stage = TypeVar("Stage", bound=Rollouts)
+Phase = Callable[[str], AbstractContextManager[None]]
+"""Opens a named phase of the step: timing and memory are measured around what happens in it."""
+
+
+def micro_batches(stage: Stage, model: LanguageModel, limits: Limits) -> Iterator[tuple[Packed, Stage]]:
+    """Micro-batches over every sample of the stage that carries loss."""
+    carriers = stage.mask_NT.any(-1).nonzero()[:, 0].tolist()
+    groups = stage.group_N.tolist()
+    prompt_lengths = [len(prompt) for prompt in stage.prompts]
+    response_lengths = [len(response) for response in stage.responses]
+    for blocks in pack(prompt_lengths, groups, response_lengths, carriers, limits):
+        packed = build(stage, blocks, model.target, model.dtype)
+        yield packed, stage.select(packed.samples.cpu())
+
+
+@torch.no_grad()
+def stage_logprobs(
+    experience: Experience, mini_batches: list[Tensor], model: LanguageModel, limits: Limits, temperature: float
+) -> Tensor:
+    """[N, T] log-probs of the samples with signal, packed just as the update will pack them."""
+    width = experience.mask_NT.shape[1]
+    out = torch.zeros(experience.mask_NT.shape, dtype=torch.promote_types(model.dtype, torch.float32))
+    for members in mini_batches:
+        part = experience.select(members)
+        for packed, _ in micro_batches(part, model, limits):
+            values, _ = model.logprobs(packed, temperature=temperature)
+            out[members[packed.samples.cpu()]] = packed.scatter(values, width).to(out)
+    return out
