@@ -102,7 +102,8 @@ def test_help_lists_every_verb_there_is_with_its_line():
 @pytest.mark.parametrize("verb", main.available_verbs())
 def test_the_table_and_the_modules_agree(verb):
     module = importlib.import_module(f"ullage.cli.{verb}")
-    assert module.HELP == main.VERBS[verb].help
+    table = main.VERBS[verb]
+    assert table.help == module.HELP
     assert callable(module.add_arguments)
     assert callable(module.run)
 
@@ -133,9 +134,12 @@ def test_a_wrong_line_is_a_usage_error_in_two_lines(words, capsys):
     assert remedy.startswith("  fix: see ullage")
 
 
-def test_a_verb_without_overrides_refuses_them(capsys):
-    assert main.main(["ls", "trainer.seed=3"]) == 2
-    assert capsys.readouterr().err.startswith("ullage: error: ls takes no config overrides: trainer.seed=3\n")
+@pytest.mark.parametrize("word", ["trainer.seed=3", "--trainer.seed", "--trainer.seed=3"])
+def test_a_verb_without_overrides_refuses_them(word, capsys):
+    assert main.main(["ls", word]) == 2
+    cause, remedy = capsys.readouterr().err.splitlines()
+    assert cause == f"ullage: error: ls takes no config overrides: {word}"
+    assert remedy == "  fix: see ullage ls --help"
 
 
 def test_overrides_reach_the_verb_in_either_form(fake):

@@ -159,10 +159,11 @@ def test_child_of_a_reward_dies_with_its_worker():
 
 
 def test_nothing_is_left_after_close():
+    before = psutil.Process().children(recursive=True)
     with pool(timeout_seconds=0.3, num_workers=3) as opened:
         scored(opened, "hang", "segfault", "child attached", "number 1", "exit 1", "orphan")
         opened.submit(request("hang"))
-    assert psutil.Process().children(recursive=True) == []
+    assert psutil.Process().children(recursive=True) == before
 
 
 PROGRAM = f"""
@@ -255,9 +256,10 @@ def test_file_may_import_its_neighbours_but_cannot_hide_an_installed_module(tmp_
 def test_problems_of_all_functions_are_reported_at_once(tmp_path):
     (tmp_path / "broken.py").write_text("def f(")
     functions = [RewardFunction(name="gsm8"), RewardFunction(path=str(tmp_path / "broken.py"))]
+    before = psutil.Process().children(recursive=True)
     with pytest.raises(ConfigError, match=r"no reward called 'gsm8'\n.*broken.py cannot be imported"):
         RewardPool(Reward(functions=functions))
-    assert psutil.Process().children(recursive=True) == []
+    assert psutil.Process().children(recursive=True) == before
 
 
 def test_file_that_ends_the_process_at_import(tmp_path):

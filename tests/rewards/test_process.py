@@ -86,6 +86,6 @@ def test_worker_that_cannot_start_says_why(monkeypatch, tmp_path):
     (tmp_path / "resource.py").write_text("raise RuntimeError('not the real one')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     started = WorkerProcess(threading.Event())
-    with pytest.raises(WorkerLost, match="^exited with code 1: RuntimeError: not the real one$"):
+    with pytest.raises(WorkerLost, match=r"^exited with code 1: RuntimeError: not the real one$"):
         started.receive(20.0)
     started.stop()

@@ -35,9 +35,9 @@ def test_a_name_finds_its_declaration(name, declared):
 def test_reductions():
     assert reduce_values("actor/loss", [1.0, 2.0, 6.0]) == 3.0
     assert reduce_values("never/declared", [1.0, 2.0]) == 1.5
-    assert reduce_values("actor/updates", [1.0, 1.0, 1.0]) == 3.0
-    assert reduce_values("actor/lr", [3e-6, 1e-6]) == 1e-6
-    assert reduce_values("rollout/logprob_gap_max", [1e-6, 4e-6, 2e-6]) == 4e-6
+    assert reduce_values("time/rollout", [1.0, 1.0, 1.0]) == 3.0
+    assert reduce_values("actor/learning_rate", [3e-6, 1e-6]) == 1e-6
+    assert reduce_values("memory/update_peak_bytes", [1.0, 4.0, 2.0]) == 4.0
 
 
 def test_the_headline_is_the_mean_score_over_sources():

@@ -93,12 +93,11 @@ def test_a_step_has_its_metrics_times_and_peaks(parts):
             with recorder.phase("update"):
                 probe.use(600 if loss == 1.0 else 500)
                 clock.now += 2
-            record({"actor/loss": loss, "actor/lr": loss, "actor/updates": 1})
+            record({"actor/loss": loss, "actor/learning_rate": loss})
         record({"reward/mean": 0.5})
     expected = {
         "actor/loss": 2.0,
-        "actor/lr": 3.0,
-        "actor/updates": 2.0,
+        "actor/learning_rate": 3.0,
         "reward/mean": 0.5,
         "time/step": 9.0,
         "time/rollout": 4.0,

@@ -7,7 +7,7 @@ import pytest
 
 from ullage.base.errors import WriteError
 from ullage.telemetry.run_directory import RunDirectory
-from ullage.telemetry.writer import MetricsWriter, json_text
+from ullage.telemetry.writer import MetricsWriter, SilentWriter, json_text
 
 
 @pytest.fixture
@@ -61,6 +61,8 @@ def test_truncate_forgets_later_steps_and_a_half_written_line(run):
         writer.step(step, {"reward/mean": step / 3})
         writer.memory(step, "update", allocated_peak_bytes=step, reserved_peak_bytes=step, components={})
         writer.samples(step, [{"step": step}])
+    for step in (0, 3, 5):
+        writer.evaluation(step, [{"step": step}])
     writer.close()
     whole = run.metrics.read_bytes().splitlines(keepends=True)
     with run.metrics.open("a") as file:
@@ -70,7 +72,7 @@ def test_truncate_forgets_later_steps_and_a_half_written_line(run):
     assert run.metrics.read_bytes() == b"".join(whole[:3])
     assert [json.loads(line)["step"] for line in run.memory.read_text().splitlines()] == [1, 2, 3]
     kept = sorted(path.name for path in run.samples.iterdir())
-    assert kept == ["step_1.jsonl", "step_2.jsonl", "step_3.jsonl", "step_note.jsonl"]
+    assert kept == ["eval_0.jsonl", "eval_3.jsonl", "step_1.jsonl", "step_2.jsonl", "step_3.jsonl", "step_note.jsonl"]
     writer.step(4, {"reward/mean": 4 / 3})
     assert run.metrics.read_bytes() == b"".join(whole[:4])
 
@@ -105,3 +107,15 @@ def test_a_file_that_cannot_be_written_is_a_write_error(run):
 
 def test_json_text_is_strict_in_depth():
     assert json_text({"a": [1.5, -math.inf, (math.nan,)], 2: None}) == '{"a": [1.5, null, [null]], "2": null}'
+
+
+def test_the_silent_writer_leaves_the_folder_as_it_was(run):
+    before = sorted(path.name for path in run.path.rglob("*"))
+    writer = SilentWriter(run)
+    writer.step(1, {"reward/mean": 1.0})
+    writer.memory(1, "update", allocated_peak_bytes=1, reserved_peak_bytes=1, components={})
+    writer.samples(1, [{}])
+    writer.evaluation(1, [{}])
+    writer.event("text")
+    writer.exit(0, "finished", None, 1, None)
+    assert sorted(path.name for path in run.path.rglob("*")) == before

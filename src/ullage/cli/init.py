@@ -5,12 +5,12 @@ import re
 import sys
 from pathlib import Path
 
-import ullage.config
+import ullage
 from ullage.base.errors import UsageError, WriteError
 from ullage.telemetry.run_directory import write_atomically
 
 HELP = "print or write a commented starter config"
-_TEMPLATES = Path(ullage.config.__file__).parent / "templates"
+_TEMPLATES = Path(ullage.__file__).parent / "config" / "templates"  # by path: importing the room takes 0.3 s
 _REWARD_SECTION = re.compile(r"^reward:.*\n(?:(?: .*)?\n)*", re.MULTILINE)
 _REWARD_FUNCTION = '''\
 """Scores one response. `target` is the answer column of the data; a higher score is better."""

@@ -3,6 +3,7 @@
 import argparse
 import difflib
 import os
+import re
 import select
 import sys
 from collections.abc import Sequence
@@ -13,6 +14,8 @@ from typing import NamedTuple, NoReturn
 import ullage
 from ullage.base.errors import InterruptedRunError, UllageError, UsageError
 from ullage.cli.errors_text import report, report_bug, show_traceback
+
+_OVERRIDE = re.compile(r"(--)?[A-Za-z_]\w*(\.\w+)+=|--[A-Za-z_]\w*(\.\w+)+$")
 
 
 class Verb(NamedTuple):
@@ -106,12 +109,14 @@ def _dispatch(words: list[str]) -> int:
 
 
 def _split_overrides(words: list[str], verb: str) -> tuple[list[str], list[str]]:
-    from ullage.config.overrides import split_overrides
+    if VERBS[verb].takes_overrides:
+        from ullage.config.overrides import split_overrides  # loads the whole tree of keys: not for light verbs
 
-    overrides, rest = split_overrides(words)
-    if overrides and not VERBS[verb].takes_overrides:
-        raise UsageError(f"{verb} takes no config overrides: {' '.join(overrides)}", f"see ullage {verb} --help")
-    return overrides, rest
+        return split_overrides(words)
+    refused = [word for word in words if _OVERRIDE.match(word)]
+    if refused:
+        raise UsageError(f"{verb} takes no config overrides: {' '.join(refused)}", f"see ullage {verb} --help")
+    return [], words
 
 
 def available_verbs() -> list[str]:

@@ -1,23 +1,5 @@
-"""The config room: one typed tree of keys, and the loader that fills it from YAML, overrides and verl's names."""
+"""The config room: one typed tree of keys, and the loader that fills it from YAML, overrides and verl's names.
 
-from ullage.config.check import is_run_name, not_yet, require_runnable
-from ullage.config.keys import KeyInfo, key_listing
-from ullage.config.load import Loaded, load_config, load_mapping, resolved_yaml
-from ullage.config.overrides import split_overrides
-from ullage.config.problems import Problem
-from ullage.config.tree import Config
-
-__all__ = [
-    "Config",
-    "KeyInfo",
-    "Loaded",
-    "Problem",
-    "is_run_name",
-    "key_listing",
-    "load_config",
-    "load_mapping",
-    "not_yet",
-    "require_runnable",
-    "resolved_yaml",
-    "split_overrides",
-]
+`load.load_config` reads a file, `check.require_runnable` says whether a run can start, `keys.key_listing` documents
+every key. Nothing is imported here, so that a light command can read its overrides without building the tree.
+"""

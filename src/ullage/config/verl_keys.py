@@ -163,6 +163,11 @@ _OPTIMIZER = "optimizers other than AdamW come in a later release"
 LATER = (
     Rule("a critic comes in a later release; use algorithm=grpo", "critic.* trainer.critic_warmup", when=_critic),
     Rule(
+        "the penalty on long answers comes in a later release; put it in a reward function",
+        "*.reward_kwargs *.reward_kwargs.*",
+        when=_overlong_penalty,
+    ),
+    Rule(
         "a reward model comes in a later release; score with reward functions",
         "reward_model.* reward.reward_model.*",
         when=_reward_model,
@@ -188,11 +193,6 @@ LATER = (
         "KL in the reward comes in a later release; use actor_rollout_ref.actor.use_kl_loss=true",
         "algorithm.kl_penalty algorithm.kl_ctrl.*",
         when=_kl_in_reward,
-    ),
-    Rule(
-        "the penalty on long answers comes in a later release; put it in a reward function",
-        "*.reward_kwargs *.reward_kwargs.*",
-        when=_overlong_penalty,
     ),
     Rule(
         "sandboxes and reward managers come in a later release; score with a reward function of your own",
@@ -295,6 +295,7 @@ NO_EFFECT = (
         *.actor.sum_pi_squared* *.router_replay.* *.rollout.enable_rollout_routing_replay *.model.lora_alpha
         *.model.target_modules *.model.exclude_modules *.model.target_parameters *.model.lora.* *.model.mtp.*
         distillation.* data.image_patch_size data.mm_processor_kwargs* *.qat.* trainer.v1.*""",
+        unless=(False, "disabled"),
     ),
     Rule(
         "reward functions always run in worker processes of their own",

@@ -134,8 +134,10 @@ class _Writer(yaml.SafeDumper):
 
 
 def _represent_text(writer: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
-    quoted = None if resolve_plain(text) == text else "'"
-    return writer.represent_scalar("tag:yaml.org,2002:str", text, style=quoted)
+    style = None if resolve_plain(text) == text else "'"
+    if not text.isprintable():  # only double quotes keep every kind of line break and control character
+        style = '"'
+    return writer.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
 _Writer.add_representer(str, _represent_text)

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
 from pathlib import Path
 
+import psutil
 import torch
 
 from ullage.model.target import Target
@@ -25,10 +27,8 @@ class MemoryProbe:
         if self.target.kind == "cuda":
             torch.cuda.reset_peak_memory_stats(self.target.device)
             return
-        try:
+        with suppress(OSError):
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current resident size
-        except OSError:
-            pass
 
     def end_phase(self) -> tuple[int, int, dict[str, int]]:
         """(allocated peak, reserved peak, bytes by persistent component)."""
@@ -36,8 +36,13 @@ class MemoryProbe:
         if self.target.kind == "cuda":
             device = self.target.device
             return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), components
-        status = dict(
-            line.split(":", 1) for line in Path("/proc/self/status").read_text().splitlines() if ":" in line
-        )
-        peak = int(status["VmHWM"].split()[0]) * 1024
+        peak = _resident_peak()
         return peak, peak, components
+
+
+def _resident_peak() -> int:
+    try:
+        lines = Path("/proc/self/status").read_text().splitlines()
+    except OSError:
+        return int(psutil.Process().memory_info().rss)
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:"))

@@ -25,10 +25,12 @@ def group_relative(rewards_N: Tensor, group_N: Tensor, valid_N: Tensor, *, divid
 
 
 def group_has_signal(rewards_N: Tensor, group_N: Tensor, valid_N: Tensor) -> Tensor:
-    """True for valid samples whose group holds at least two different rewards: all others have advantage 0."""
+    """True for valid samples whose group holds two different rewards, or nothing but them: others have advantage 0."""
     num_groups = int(group_N.max()) + 1 if len(group_N) else 0
     low = torch.where(valid_N, rewards_N, torch.inf)
     high = torch.where(valid_N, rewards_N, -torch.inf)
     low_G = low.new_full((num_groups,), torch.inf).scatter_reduce_(0, group_N, low, "amin")
     high_G = high.new_full((num_groups,), -torch.inf).scatter_reduce_(0, group_N, high, "amax")
-    return valid_N & (high_G > low_G)[group_N]
+    count_G = torch.zeros(num_groups, dtype=torch.long, device=group_N.device).index_add_(0, group_N, valid_N.long())
+    alone_N = (count_G == 1)[group_N] & (rewards_N != 0)  # its mean counts as 0, see `group_relative`
+    return valid_N & ((high_G > low_G)[group_N] | alone_N)

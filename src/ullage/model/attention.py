@@ -18,6 +18,7 @@ from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ullage.base.errors import ModelError
+from ullage.model.target import Target
 
 NAME = "ullage"
 
@@ -39,7 +40,7 @@ class Layout(Protocol):
 
 
 def attention(
-    module: torch.nn.Module,
+    module: Any,  # noqa: ANN401 -- the attention layer of any architecture
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -53,13 +54,17 @@ def attention(
     **_: Any,  # noqa: ANN401 -- architectures pass keywords of their own
 ) -> tuple[Tensor, None]:
     """The function registered with transformers; query is [1, H, T, d]. Dropout is never applied."""
-    del attention_mask  # the layout knows who sees whom
+    if attention_mask is not None:  # the layout knows who sees whom; a mask of the model's own is part of its design
+        raise ModelError(
+            f"{type(module).__name__} makes an attention mask of its own", "choose a model with plain attention"
+        )
     if layout is None:
         raise ModelError(
             f"{type(module).__name__} does not pass keyword arguments on to its attention",
             "this architecture cannot be trained here yet; please report its name",
         )
-    scaling = module.head_dim**-0.5 if scaling is None else scaling
+    if scaling is None:
+        scaling = query.shape[-1] ** -0.5
     extras = Extras(scaling, sliding_window or 0, softcap, s_aux)
     out = layout.attend(module.layer_idx, query[0], key[0], value[0], extras)
     return out[None], None
@@ -84,22 +89,26 @@ class Span:
 class PackedLayout:
     """Causal attention inside each block; a response sees its prompt and itself, never a sibling."""
 
-    def __init__(self, spans: Sequence[Span], *, varlen: bool, device: torch.device) -> None:
+    def __init__(self, spans: Sequence[Span], target: Target, dtype: torch.dtype) -> None:
         self.spans = spans
-        self.device = device
+        self.device = target.device
+        self.wide = target.wide_attention(dtype)
         # The varlen kernel knows plain causal sequences only: a block must then have at most one response.
-        self.varlen = varlen and all(len(span.responses) <= 1 for span in spans)
+        self.varlen = target.varlen_attention(dtype) and all(len(span.responses) <= 1 for span in spans)
         self._siblings: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
         if self.varlen:
             ends = torch.tensor([0, *[span.total for span in spans]], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            self._ends, self._longest = ends.to(device), max(span.total for span in spans)
+            self._ends, self._longest = ends.to(target.device), max(span.total for span in spans)
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
         del layer
         if self.varlen and extras.softcap is None and extras.sinks is None:
             return self._varlen(query, key, value, extras)
+        narrow = query.dtype
+        if self.wide:
+            query, key, value = query.double(), key.double(), value.double()
         parts = [part for i in range(len(self.spans)) for part in self._block(i, query, key, value, extras)]
-        return torch.cat(parts, dim=1).transpose(0, 1)
+        return torch.cat(parts, dim=1).transpose(0, 1).to(narrow)
 
     def _varlen(self, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
         from torch.nn.attention.varlen import varlen_attn
@@ -109,7 +118,9 @@ class PackedLayout:
         query, key, value = (x.transpose(0, 1).contiguous() for x in (query, key, value))
         window = (extras.window - 1, 0) if extras.window else (-1, 0)
         ends, longest = self._ends, self._longest
-        return varlen_attn(query, key, value, ends, ends, longest, longest, scale=extras.scaling, window_size=window)
+        out = varlen_attn(query, key, value, ends, ends, longest, longest, scale=extras.scaling, window_size=window)
+        assert isinstance(out, Tensor), "no log-sum-exp was asked for"
+        return out
 
     def _block(self, index: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> list[Tensor]:
         """[H, tokens, d] pieces of one block, in packed order."""
@@ -120,7 +131,7 @@ class PackedLayout:
         prompt = slice(span.start, span.start + span.prompt)
         first = _causal(query[:, prompt], key[:, prompt], value[:, prompt], extras)
         gather, mask, valid = self._sibling_tables(index, extras.window)
-        siblings, longest = gather.shape
+        siblings = len(gather)
         queries = query[:, gather].transpose(0, 1)  # [siblings, H, R, d]
         keys, values = (
             torch.cat([x[None, :, prompt].expand(siblings, -1, -1, -1), x[:, gather].transpose(0, 1)], dim=2)
@@ -144,7 +155,8 @@ class PackedLayout:
             mask = key_position <= position[:, None]  # [R, P + R]
             if window:
                 mask &= key_position > position[:, None] - window
-            self._siblings[index, window] = (gather, mask.expand(len(lengths), 1, -1, -1), real.flatten().nonzero()[:, 0])
+            mask = mask.expand(len(lengths), 1, -1, -1)
+            self._siblings[index, window] = (gather, mask, real.flatten().nonzero()[:, 0])
         return self._siblings[index, window]
 
 

@@ -14,6 +14,8 @@ from torch import Tensor
 
 CHUNK_LOGITS = 1 << 24
 """Logits alive at once: 64 MiB in float32."""
+MIN_ROWS = 4
+"""CPU matrix products of fewer rows take another path, which rounds differently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -55,7 +57,10 @@ class Head:
 def _matmul(left: Tensor, right: Tensor) -> Tensor:
     """A product in at least float32, without a float32 copy of the weights where the device can avoid it."""
     if left.dtype not in (torch.bfloat16, torch.float16):
-        return left @ right
+        rows = left.shape[0]
+        if rows >= MIN_ROWS:
+            return left @ right
+        return (torch.cat([left, left.new_zeros(MIN_ROWS - rows, left.shape[1])]) @ right)[:rows]
     if left.device.type == "cuda":
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()

@@ -14,6 +14,7 @@ from ullage.base.errors import ModelError
 from ullage.model.attention import Layout
 from ullage.model.head import Head
 from ullage.model.packing import Packed
+from ullage.model.probe import CacheShape
 from ullage.model.target import Target
 
 
@@ -28,11 +29,13 @@ class LanguageModel:
     dtype: torch.dtype
     stop_ids: frozenset[int]
     """Every end-of-sequence id that the model, its generation config or its tokenizer names."""
+    cache_shape: CacheShape
 
     def hidden(self, input_ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
         """[tokens, D] last hidden states of one packed row."""
         out = self.module.base_model(input_ids=input_ids, position_ids=positions, use_cache=False, layout=layout)
-        return out.last_hidden_state[0]
+        hidden: Tensor = out.last_hidden_state[0]
+        return hidden
 
     def logprobs(self, packed: Packed, *, temperature: float, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Log-prob (and entropy) of every target of a micro-batch: [M], [M]."""

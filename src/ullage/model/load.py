@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from ullage.base.errors import ModelError
 from ullage.model import attention
 from ullage.model.language_model import LanguageModel, find_head, find_stop_ids
+from ullage.model.probe import cache_shape
 from ullage.model.target import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
@@ -25,7 +26,12 @@ PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 
 
 def load_model(
-    path: str, target: Target, *, dtype: str = "auto", tokenizer_path: str | None = None, chat_template: str | None = None
+    path: str,
+    target: Target,
+    *,
+    dtype: str = "auto",
+    tokenizer_path: str | None = None,
+    chat_template: str | None = None,
 ) -> LanguageModel:
     """The model and its tokenizer on the target, ready for packed passes; problems are `ModelError` (66)."""
     wanted = target.default_dtype if dtype == "auto" else DTYPES[dtype]
@@ -37,8 +43,12 @@ def load_model(
         options["quantization_config"] = GgufConfig(dequantize=True)
     else:
         options["use_safetensors"] = True
+    if wanted == torch.float64:
+        options["experts_implementation"] = "eager"  # the grouped product of mixtures of experts stops at float32
     module: PreTrainedModel = _guard(path, lambda: AutoModelForCausalLM.from_pretrained(**source, **options))
-    module = module.to(dtype=wanted, device=target.device).eval()
+    module = module.to(device=target.device).eval()  # type: ignore[call-arg]  # transformers wraps it without types
+    for parameter in module.parameters():  # not the buffers: rotary frequencies in bf16 would misplace far tokens
+        parameter.data = parameter.data.to(wanted)
     _forget_quantisation(module)
     return LanguageModel(
         module=module,
@@ -47,6 +57,7 @@ def load_model(
         target=target,
         dtype=wanted,
         stop_ids=find_stop_ids(module, tokenizer),
+        cache_shape=cache_shape(module),
     )
 
 

@@ -85,7 +85,7 @@ def build(stage: Rollouts, blocks: Sequence[Block], target: Target, dtype: torch
     return Packed(
         input_ids=tensor(ids)[None],
         positions=tensor(positions)[None],
-        layout=PackedLayout(spans, varlen=target.varlen_attention(dtype), device=target.device),
+        layout=PackedLayout(spans, target, dtype),
         predict_from=tensor(predict_from),
         targets=tensor(targets),
         samples=tensor(samples),

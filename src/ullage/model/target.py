@@ -32,6 +32,15 @@ class Target:
         """Whether packed attention runs on `torch.nn.attention.varlen` (flash kernels: half precision, Ampere up)."""
         return self.kind == "cuda" and self.capability >= (8, 0) and dtype in (torch.bfloat16, torch.float16)
 
+    def wide_attention(self, dtype: torch.dtype) -> bool:
+        """Whether attention is computed in float64 between float32 layers.
+
+        CPU matrix products give a row the same bits whatever rows surround it (from four rows on), so attention is
+        the only place where packing, batching and caching could round differently. In float64 they agree before the
+        result is rounded to float32: rollout and trainer then see the same numbers, not just close ones.
+        """
+        return self.kind == "cpu" and dtype == torch.float32
+
     @property
     def default_dtype(self) -> torch.dtype:
         """bf16 on a CPU without matrix units is several times slower than fp32."""

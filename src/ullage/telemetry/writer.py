@@ -88,8 +88,8 @@ class MetricsWriter:
                 kept = [line for line in lines if _is_whole_and_until(line, step)]
                 if kept != lines:
                     write_atomically(path, b"".join(kept).decode())
-        for path in self.directory.samples.glob("step_*.jsonl"):
-            number = path.stem.removeprefix("step_")
+        for path in self.directory.samples.glob("*_*.jsonl"):  # step_N and eval_N
+            number = path.stem.rpartition("_")[2]
             if number.isdecimal() and int(number) > step:
                 path.unlink()
 

@@ -24,13 +24,17 @@ def _(arena: Tensor, layer: int, key: Tensor, value: Tensor, places: Tensor) -> 
 
 @torch.library.custom_op("ullage::paged_attention", mutates_args=())
 def paged_attention(
-    query: Tensor, arena: Tensor, layer: int, page_table: Tensor, lengths: Tensor, scaling: float, window: int
+    query: Tensor, arena: Tensor, layer: int, page_table: Tensor, lengths: Tensor, scaling: float, window: int, wide: bool
 ) -> Tensor:
     """Attention of one new token per sequence, query [S, heads, head_dim], over its `lengths` [S] cached tokens.
 
-    `page_table` is [S, pages of the longest]; `window` limits how far back a token sees, 0 for no limit.
+    `page_table` is [S, pages of the longest]; `window` limits how far back a token sees, 0 for no limit; `wide`
+    computes in float64.
     """
     keys, values = arena[layer][:, page_table].flatten(2, 3)  # [S, tokens, kv_heads, head_dim]
+    narrow = query.dtype
+    if wide:
+        query, keys, values = query.double(), keys.double(), values.double()
     place = torch.arange(keys.shape[1], device=query.device)
     visible = place < lengths[:, None]
     if window:
@@ -43,12 +47,12 @@ def paged_attention(
         scale=scaling,
         enable_gqa=True,
     )
-    return out[:, :, 0].contiguous()
+    return out[:, :, 0].to(narrow).contiguous()
 
 
 @paged_attention.register_fake
 def _(
-    query: Tensor, arena: Tensor, layer: int, page_table: Tensor, lengths: Tensor, scaling: float, window: int
+    query: Tensor, arena: Tensor, layer: int, page_table: Tensor, lengths: Tensor, scaling: float, window: int, wide: bool
 ) -> Tensor:
-    del arena, layer, page_table, lengths, scaling, window
+    del arena, layer, page_table, lengths, scaling, window, wide
     return torch.empty_like(query)

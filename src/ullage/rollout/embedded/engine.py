@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ullage.base.errors import DoesNotFitError, NumericsError
 from ullage.model.attention import Span
+from ullage.model.head import MIN_ROWS
 from ullage.model.language_model import LanguageModel
 from ullage.rollout.embedded.layouts import DecodeLayout, PrefillLayout
 from ullage.rollout.embedded.pages import PAGE_SIZE, Pages, make_arena, pages_for
@@ -157,8 +158,7 @@ class _Batch:
             for group in part:
                 spans.append(Span(start, len(group.prompt), ()))
                 start += len(group.prompt)
-            varlen = self.model.target.varlen_attention(self.model.dtype)
-            layout = PrefillLayout(spans, self.pages.arena, self._tensor(places), varlen=varlen)
+            layout = PrefillLayout(spans, self.pages.arena, self._tensor(places), self.model.target)
             hidden = self.model.hidden(self._tensor(ids)[None], self._tensor(positions)[None], layout)
             for group, span in zip(part, spans, strict=True):
                 group.last_hidden = hidden[span.start + span.prompt - 1].clone()
@@ -182,15 +182,18 @@ class _Batch:
         """One token for every running sample."""
         if not self.running:
             return
-        slots = self._tensor([run.slot for run in self.running])
-        lengths = self._tensor([run.cached + 1 for run in self.running])
+        # Repeating a row is harmless: the copy writes the same key and value to the same place.
+        rows = self.running + self.running[:1] * (MIN_ROWS - len(self.running))
+        slots = self._tensor([run.slot for run in rows])
+        lengths = self._tensor([run.cached + 1 for run in rows])
         width = pages_for(max(run.cached + 1 for run in self.running))
         page_table = self.engine._page_table[slots, :width]
         at = lengths - 1
         pages = page_table.gather(1, (at // PAGE_SIZE)[:, None])[:, 0]
-        layout = DecodeLayout(self.pages.arena, pages * PAGE_SIZE + at % PAGE_SIZE, page_table, lengths)
-        last = self._tensor([run.tokens[-1] for run in self.running])
-        hidden = self.model.hidden(last[None], at[None], layout)
+        target = self.model.target
+        layout = DecodeLayout(self.pages.arena, pages * PAGE_SIZE + at % PAGE_SIZE, page_table, lengths, target)
+        last = self._tensor([run.tokens[-1] for run in rows])
+        hidden = self.model.hidden(last[None], at[None], layout)[: len(self.running)]
         for run in self.running:
             run.cached += 1
         active, self.running = self.running, []

@@ -9,13 +9,14 @@ from torch import Tensor
 
 from ullage.model.attention import Extras, PackedLayout, Span, masked_attention
 from ullage.model.kernels.paged import paged_attention, store_kv
+from ullage.model.target import Target
 
 
 class PrefillLayout(PackedLayout):
     """Causal attention over packed prompts; keys and values go to their places in the arena."""
 
-    def __init__(self, spans: Sequence[Span], arena: Tensor, places: Tensor, *, varlen: bool) -> None:
-        super().__init__(spans, varlen=varlen, device=arena.device)
+    def __init__(self, spans: Sequence[Span], arena: Tensor, places: Tensor, target: Target) -> None:
+        super().__init__(spans, target, arena.dtype)
         self.arena = arena
         self.places = places
 
@@ -27,8 +28,9 @@ class PrefillLayout(PackedLayout):
 class DecodeLayout:
     """One new token per sequence, attending over its pages."""
 
-    def __init__(self, arena: Tensor, places: Tensor, page_table: Tensor, lengths: Tensor) -> None:
+    def __init__(self, arena: Tensor, places: Tensor, page_table: Tensor, lengths: Tensor, target: Target) -> None:
         self.arena = arena
+        self.wide = target.wide_attention(arena.dtype)
         self.places = places
         """[S] where each new token's key and value go."""
         self.page_table = page_table
@@ -41,14 +43,16 @@ class DecodeLayout:
         rows = query.transpose(0, 1)  # [S, H, d]
         if extras.softcap is None and extras.sinks is None:
             return paged_attention(
-                rows, self.arena, layer, self.page_table, self.lengths, extras.scaling, extras.window
+                rows, self.arena, layer, self.page_table, self.lengths, extras.scaling, extras.window, self.wide
             )
         keys, values = self.arena[layer][:, self.page_table].flatten(2, 3)
         place = torch.arange(keys.shape[1], device=rows.device)
         mask = place < self.lengths[:, None]
         if extras.window:
             mask &= place >= self.lengths[:, None] - extras.window
+        if self.wide:
+            rows, keys, values = rows.double(), keys.double(), values.double()
         out = masked_attention(
             rows[:, :, None], keys.transpose(1, 2), values.transpose(1, 2), mask[:, None, None], extras
         )
-        return out[:, :, 0]
+        return out[:, :, 0].to(query.dtype)

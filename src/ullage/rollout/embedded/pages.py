@@ -52,8 +52,5 @@ def pages_for(tokens: int) -> int:
 
 def make_arena(model: LanguageModel, num_pages: int) -> Tensor:
     """[layers, 2, pages, page size, kv heads, head size], zeroed: masked reads of fresh pages must stay finite."""
-    config = model.module.config.get_text_config()
-    heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-    head_dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
-    shape = (config.num_hidden_layers, 2, num_pages, PAGE_SIZE, heads, head_dim)
-    return torch.zeros(shape, dtype=model.dtype, device=model.target.device)
+    layers, heads, head_size = model.cache_shape
+    return torch.zeros(layers, 2, num_pages, PAGE_SIZE, heads, head_size, dtype=model.dtype, device=model.target.device)
