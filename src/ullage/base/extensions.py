@@ -38,7 +38,8 @@ def load_file(path: Path) -> ModuleType:
         raise ConfigError(f"no such Python file: {path}", "check the path in the config")
     name = f"ullage_user_{path.stem}_{abs(hash(str(path))):x}"
     spec = importlib.util.spec_from_file_location(name, path)
-    assert spec is not None and spec.loader is not None, f"not importable: {path}"
+    assert spec is not None, f"not importable: {path}"
+    assert spec.loader is not None, f"not importable: {path}"
     module = importlib.util.module_from_spec(spec)
     sys.modules[name] = module
     spec.loader.exec_module(module)

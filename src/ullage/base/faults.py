@@ -1,18 +1,34 @@
-"""Faults on demand, for tests: `ULLAGE_FAULT="step=3,phase=update,kind=sigkill"` strikes once at that point."""
+"""Faults on demand, for tests: `ULLAGE_FAULT="step=3,phase=update,kind=sigkill"` strikes as that phase begins."""
 
 import os
 import signal
+from dataclasses import dataclass
 
+VARIABLE = "ULLAGE_FAULT"
 KINDS = {"sigkill": signal.SIGKILL, "sigterm": signal.SIGTERM, "sigint": signal.SIGINT}
 
 
-def strike(phase: str, step: int) -> None:
-    """Send this process the signal that the environment asks for at this phase and step."""
-    wanted = os.environ.get("ULLAGE_FAULT")
+@dataclass(slots=True)
+class Fault:
+    """A signal that this process sends to itself, once."""
+
+    phase: str
+    step: int
+    kind: str
+    rank: int
+    struck: bool = False
+
+    def strike(self, phase: str, step: int) -> None:
+        if not self.struck and (phase, step) == (self.phase, self.step):
+            self.struck = True
+            os.kill(os.getpid(), KINDS[self.kind])
+
+
+def asked_for(rank: int) -> Fault | None:
+    """The fault that the environment asks for on this rank; rank 0 where it names none."""
+    wanted = os.environ.get(VARIABLE)
     if not wanted:
-        return
-    fault = dict(part.split("=", 1) for part in wanted.split(","))
-    if fault.get("rank", os.environ.get("RANK", "0")) != os.environ.get("RANK", "0"):
-        return
-    if fault["phase"] == phase and int(fault["step"]) == step:
-        os.kill(os.getpid(), KINDS[fault["kind"]])
+        return None
+    parts = dict(part.split("=", 1) for part in wanted.split(","))
+    fault = Fault(parts["phase"], int(parts["step"]), parts["kind"], int(parts.get("rank", "0")))
+    return fault if fault.rank == rank else None

@@ -96,9 +96,7 @@ class Experience(Rollouts):
     def evaluated(
         self, *, old_logprobs: Tensor | None, ref_logprobs: Tensor | None, values: Tensor | None
     ) -> Experience:
-        return dataclasses.replace(
-            self, old_logprobs_NT=old_logprobs, ref_logprobs_NT=ref_logprobs, values_NT=values
-        )
+        return dataclasses.replace(self, old_logprobs_NT=old_logprobs, ref_logprobs_NT=ref_logprobs, values_NT=values)
 
     def with_signal(self, signal_N: Tensor) -> Experience:
         return dataclasses.replace(self, signal_N=signal_N)

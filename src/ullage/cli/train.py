@@ -5,7 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ullage.config.tree import Config
+    from ullage.telemetry.run_directory import RunDirectory
 
 HELP = "train from a config file"
 
@@ -33,30 +39,37 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     return code
 
 
-def start(config: object, given: object) -> tuple[Path, int]:
-    """Make the run directory and train in it; a run that fails before its first step leaves nothing behind."""
+def start(
+    config: Config,
+    given: Mapping[str, Any],
+    *,
+    directory: RunDirectory | None = None,
+    prepare: Callable[[], None] = lambda: None,
+) -> tuple[Path, int]:
+    """Make the run directory and train in it; a run that its input ends before its first step leaves nothing behind.
+
+    `prepare` may put files of its own into the new directory.
+    """
     import yaml
 
-    from ullage.base.errors import UllageError
+    from ullage.base.errors import PeerLostError, UllageError
     from ullage.config.load import resolved_yaml
-    from ullage.config.tree import Config
     from ullage.run.launch import discard_if_untrained, launch
     from ullage.telemetry.run_directory import RunDirectory, write_atomically
 
-    assert isinstance(config, Config), "a loaded config"
-    directory = RunDirectory(Path(config.trainer.default_local_dir).expanduser(), config.trainer.experiment_name)
+    if directory is None:
+        directory = RunDirectory(Path(config.trainer.default_local_dir).expanduser(), config.trainer.experiment_name)
     directory.create()
     try:
+        prepare()
         write_atomically(directory.config, yaml.safe_dump(given, sort_keys=False))
         write_atomically(directory.resolved, resolved_yaml(config))
         code = launch(directory)
-    except UllageError:
-        discard_if_untrained(directory)
+    except (UllageError, KeyboardInterrupt) as error:
+        if getattr(error, "code", None) not in (UllageError.code, PeerLostError.code):  # those two send to the logs
+            discard_if_untrained(directory)
         raise
     finally:
         directory.close()
-    if code == 0:
-        print(f"trained model: {directory.final}", file=sys.stderr)
-    else:
-        discard_if_untrained(directory)
+    print(f"trained model: {directory.final}", file=sys.stderr)
     return directory.path, code

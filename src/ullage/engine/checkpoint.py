@@ -129,6 +129,12 @@ def latest_verified(root: Path) -> tuple[Path, list[str]] | None:
     return None
 
 
+def continue_from(folder: Path) -> None:
+    """Make this checkpoint the one `latest_verified` looks at first; those of later steps are replaced as a run goes."""
+    with _writing(folder, {}):
+        _write_latest(folder.parent, folder.name)
+
+
 def read_checkpoint(folder: Path, device: torch.device | str = "cpu") -> Checkpoint:
     """Load a checkpoint that `verify` found whole; its tensors go to `device`."""
     manifest = _read_manifest(folder)

@@ -49,7 +49,9 @@ class Optimizer:
     def step(self, learning_rate: float, ranks: Communicator) -> float:
         """Sum gradients over ranks, clip, update. Returns the gradient norm before clipping; non-finite: no update."""
         ranks.sum_tensor_(self.gradient)
-        norm = float(torch.linalg.vector_norm(self.gradient, dtype=torch.promote_types(self.gradient.dtype, torch.float32)))
+        norm = float(
+            torch.linalg.vector_norm(self.gradient, dtype=torch.promote_types(self.gradient.dtype, torch.float32))
+        )
         if not math.isfinite(norm):
             return norm
         if norm > self.config.clip_grad:

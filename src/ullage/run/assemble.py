@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import math
 import time
+from contextlib import ExitStack
 from dataclasses import dataclass
 from pathlib import Path
 
 from ullage.algorithms import Algorithm
 from ullage.base import extensions
 from ullage.base.communicator import Communicator
-from ullage.base.errors import ConfigError
 from ullage.batch.pack import Limits
 from ullage.config.tree import Config
 from ullage.data.prompts import PromptSet, load_prompts
@@ -22,6 +22,7 @@ from ullage.model.load import load_model
 from ullage.model.target import Target
 from ullage.rewards.pool import RewardPool
 from ullage.rollout.embedded.engine import Engine
+from ullage.telemetry.reader import read_run
 from ullage.telemetry.recorder import Recorder
 from ullage.telemetry.run_directory import RunDirectory, RunInfo
 from ullage.telemetry.writer import MetricsWriter
@@ -51,12 +52,14 @@ class Surroundings:
     writer: MetricsWriter
     probe: MemoryProbe
     stop: Stop
+    closing: ExitStack
+    """Closes what a run opens, when it ends."""
 
 
 def assemble(given: Surroundings, resume_from: Path | None) -> Trainer:
     """Everything a run needs, from its config or, for what changes, from a checkpoint."""
     config, ranks, recorder = given.config, given.ranks, given.recorder
-    arr = config.actor_rollout_ref
+    pool = open_pool(given)  # its workers start while the model is read
     model = open_model(config, given.target, weights=resume_from and resume_from / "model")
     train, val = open_data(config, model)
     for prompts in filter(None, (train, val)):
@@ -67,46 +70,23 @@ def assemble(given: Surroundings, resume_from: Path | None) -> Trainer:
         seed=config.trainer.seed if config.data.seed is None else config.data.seed,
         shuffle=config.data.shuffle,
     )
-    total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * sampler.batches_per_epoch
-    pool = RewardPool(config.reward)
-    for line in pool.descriptions:
-        recorder.event(f"reward: {line}")
     engine = make_engine(config, model, prompt_tokens=longest_prompt(train, val))
     generator = Generator(engine, pool, model.tokenizer, config.reward, recorder, ranks, given.stop.poll)
     algorithm: Algorithm = extensions.find("algorithms", config.algorithm.name).Algorithm(config)
     actor = make_actor(config, model, ranks, recorder)
-    keeper = Keeper(
-        given.directory,
-        actor,
-        sampler,
-        recorder,
-        ranks,
-        keep=config.trainer.max_ckpt_to_keep,
-        facts={"data_fingerprint": train.fingerprint, "model_type": model.module.config.model_type},
-    )
+    facts = {"data_fingerprint": train.fingerprint, "model_type": model.module.config.model_type}
+    keeper = Keeper(given.directory, actor, sampler, recorder, ranks, keep=config.trainer.max_ckpt_to_keep, facts=facts)
     if resume_from is not None:
         keeper.restore(resume_from)
-    register_memory(given.probe, model, actor, engine)
-    recorder.event(derivation(config, ranks.size))
-    recorder.start(
-        RunInfo(
-            name=given.directory.name,
-            algorithm=config.algorithm.name,
-            model=Path(arr.model.path).name,
-            total_steps=total_steps,
-            created_at=time.time(),
-            capacity_bytes=given.target.memory_bytes,
-        )
-    )
-    return Trainer(
+    total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * sampler.batches_per_epoch
+    uses_reference = config.actor_rollout_ref.actor.use_kl_loss
+    trainer = Trainer(
         config=config,
         total_steps=total_steps,
         actor=actor,
-        reference=make_reference(config, given.target, actor.limits, recorder) if arr.actor.use_kl_loss else None,
+        reference=make_reference(config, given.target, actor.limits, recorder) if uses_reference else None,
         algorithm=algorithm,
-        collector=Collector(
-            config, train.prompts, sampler, generator, algorithm, ranks, recorder, given.writer
-        ),
+        collector=Collector(config, train.prompts, sampler, generator, algorithm, ranks, recorder, given.writer),
         evaluator=make_evaluator(config, val, generator, given) if val else None,
         schedule=Schedule(config, ranks),
         keeper=keeper,
@@ -114,6 +94,34 @@ def assemble(given: Surroundings, resume_from: Path | None) -> Trainer:
         ranks=ranks,
         stop=given.stop,
     )
+    register_memory(given.probe, model, actor, engine)
+    announce(given, total_steps)
+    return trainer
+
+
+def open_pool(given: Surroundings) -> RewardPool:
+    pool = RewardPool(given.config.reward)
+    given.closing.callback(pool.close)
+    for line in pool.descriptions:
+        given.recorder.event(f"reward: {line}")
+    return pool
+
+
+def announce(given: Surroundings, total_steps: int) -> None:
+    """Tell readers and views what this run is."""
+    config, directory = given.config, given.directory
+    given.recorder.event(derivation(config, given.ranks.size))
+    info = RunInfo(
+        name=directory.name,
+        algorithm=config.algorithm.name,
+        model=Path(config.actor_rollout_ref.model.path).name,
+        total_steps=total_steps,
+        created_at=read_run(directory.path).created_at or time.time(),
+        capacity_bytes=given.target.memory_bytes,
+    )
+    if given.ranks.rank == 0:
+        directory.write_info(info)
+    given.recorder.start(info)
 
 
 def open_model(config: Config, target: Target, *, weights: Path | None = None) -> LanguageModel:
@@ -204,10 +212,6 @@ def derivation(config: Config, num_ranks: int) -> str:
     """How the batch words of the config combine, in one line."""
     prompts, samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
     mini = config.actor_rollout_ref.actor.ppo_mini_batch_size or prompts
-    if mini > prompts:
-        raise ConfigError(
-            f"ppo_mini_batch_size = {mini} is larger than train_batch_size = {prompts}", "lower one or raise the other"
-        )
     updates = math.ceil(prompts / mini) * config.actor_rollout_ref.actor.ppo_epochs
     return (
         f"each step: {prompts} prompts x {samples} samples = {prompts * samples} sequences on {num_ranks} rank(s), "

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
+import json
 import os
 import sys
+import threading
+import traceback
+from collections.abc import Iterator
+from contextlib import ExitStack, contextmanager
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-from ullage.base.communicator import Communicator
-from ullage.base.errors import UllageError
+from ullage.base import faults
+from ullage.base.communicator import Solo
+from ullage.base.errors import InterruptedRunError, PeerLostError, PreemptedError, UllageError
 from ullage.config.load import load_config
 from ullage.config.tree import Config
 from ullage.telemetry.recorder import Recorder
@@ -17,65 +24,115 @@ from ullage.telemetry.view import make_view
 from ullage.telemetry.writer import MetricsWriter, SilentWriter
 from ullage.trainer.stop import Stop
 
+if TYPE_CHECKING:
+    from ullage.engine.measure import MemoryProbe
+    from ullage.run.assemble import Surroundings
 
-def run_rank(directory: RunDirectory) -> int:
-    """Train; whatever happens, exit.json says how it ended. Expected failures are raised again for the caller."""
-    stop = Stop()
-    stop.install()  # before torch is imported: a signal during the imports must not be lost
+STDIN, STDOUT, STDERR = 0, 1, 2
+
+
+def run_rank(directory: RunDirectory, stop: Stop, *, rank: int = 0, size: int = 1) -> int:
+    """Train; whatever happens, exit.json says how it ended. Failures are raised again for the caller."""
+    writer = MetricsWriter(directory) if rank == 0 else SilentWriter(directory)
+    recorder: Recorder | None = None
+    code, reason = 1, "internal error"
+    try:
+        with ExitStack() as closing:
+            given = surroundings(directory, stop, writer, closing, rank, size)
+            recorder = given.recorder
+            train(given)
+        code, reason = 0, "finished"
+    except UllageError as error:
+        code, reason = error.code, error.cause
+        raise
+    except Exception as error:
+        reason = f"internal error: {type(error).__name__}: {error}"
+        raise
+    finally:
+        phase, step = (recorder.current_phase, recorder.current_step) if recorder else (None, 0)
+        if code in (PreemptedError.code, InterruptedRunError.code):
+            phase = stop.phase
+        writer.exit(code, reason, phase, step, None if code == 0 else f"ullage resume {directory.path}")
+    return code
+
+
+def surroundings(
+    directory: RunDirectory, stop: Stop, writer: MetricsWriter, closing: ExitStack, rank: int, size: int
+) -> Surroundings:
+    """Find the device and the peers; what is opened here, `closing` closes."""
     import torch
 
     from ullage.engine import parallel
     from ullage.engine.measure import MemoryProbe
     from ullage.model.target import find_target
-    from ullage.run.assemble import Surroundings, assemble
-    from ullage.run.launch import newest_checkpoint
+    from ullage.run.assemble import Surroundings
 
     config = load_config(directory.resolved).config
-    target = find_target(config.trainer.device, int(os.environ.get("LOCAL_RANK", "0")))
+    target = find_target(config.trainer.device, rank)
     if target.kind == "cuda":
         torch.cuda.set_device(target.device)
-    ranks = parallel.join(target.device)
+    # Not by the environment: a run with one rank inside another program's job must not wait for that job's ranks.
+    ranks = parallel.join(target.device) if size > 1 else Solo()
+    closing.callback(parallel.leave)
     torch.manual_seed(config.trainer.seed)
-    writer = MetricsWriter(directory) if ranks.rank == 0 else SilentWriter(directory)
     probe = MemoryProbe(target)
-    recorder = Recorder(writer, [], probe)
-    add_views(recorder, config, directory, ranks)
-    checkpoint, warnings = newest_checkpoint(directory)
-    code, reason = 1, "internal error"
+    recorder = make_recorder(writer, probe, rank)
+    closing.callback(recorder.stop)
+    stop.current_phase = lambda: recorder.current_phase
+    return Surroundings(
+        config=config,
+        directory=directory,
+        target=target,
+        ranks=ranks,
+        recorder=recorder,
+        writer=writer,
+        probe=probe,
+        stop=stop,
+        closing=closing,
+    )
+
+
+def train(given: Surroundings) -> None:
+    """Assemble and train. Nothing up to the first step is collective, so what fails there on one rank is shared."""
+    from ullage.run.assemble import assemble
+    from ullage.run.launch import newest_checkpoint
+
+    error: UllageError | None = None
     try:
+        if given.ranks.rank == 0:
+            add_views(given.recorder, given.config, given.directory)
+        checkpoint, warnings = newest_checkpoint(given.directory)
         for warning in warnings:
-            recorder.event(warning)
-        trainer = assemble(
-            Surroundings(
-                config=config,
-                directory=directory,
-                target=target,
-                ranks=ranks,
-                recorder=recorder,
-                writer=writer,
-                probe=probe,
-                stop=stop,
-            ),
-            checkpoint,
-        )
-        writer.truncate_after(trainer.keeper.step if checkpoint else -1)
-        trainer.train()
-        code, reason = 0, "finished"
-    except UllageError as error:
-        code, reason = error.code, error.cause
-        raise
-    finally:
-        recorder.stop()
-        resume = None if code == 0 else f"ullage resume {directory.path}"
-        writer.exit(code, reason, recorder.current_phase, recorder.current_step, resume)
-        parallel.leave()
-    return code
+            given.recorder.event(warning)
+        trainer = assemble(given, checkpoint)
+        given.writer.truncate_after(trainer.keeper.recorded_until)
+    except UllageError as problem:
+        error = problem
+    given.ranks.raise_together(error)
+    trainer.train()
 
 
-def add_views(recorder: Recorder, config: Config, directory: RunDirectory, ranks: Communicator) -> None:
+def make_recorder(writer: MetricsWriter, probe: MemoryProbe, rank: int) -> Recorder:
+    fault = faults.asked_for(rank)
+    return Recorder(writer, [], probe) if fault is None else FaultyRecorder(writer, probe, fault)
+
+
+class FaultyRecorder(Recorder):
+    """A recorder whose phases a test has mined."""
+
+    def __init__(self, writer: MetricsWriter, probe: MemoryProbe, fault: faults.Fault) -> None:
+        super().__init__(writer, [], probe)
+        self._fault = fault
+
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        with super().phase(name):
+            self._fault.strike(name, self.current_step)
+            yield
+
+
+def add_views(recorder: Recorder, config: Config, directory: RunDirectory) -> None:
     """Rank 0 shows the run to people and to the loggers that were asked for."""
-    if ranks.rank != 0:
-        return
     if "console" in config.trainer.logger:
         recorder.add_view(make_view())
     for sink in make_sinks(config.trainer.logger, directory, config.trainer.project_name, recorder.event):
@@ -83,14 +140,34 @@ def add_views(recorder: Recorder, config: Config, directory: RunDirectory, ranks
 
 
 def main() -> int:
-    from ullage.cli.errors_text import report
-
+    """A rank in a process of its own: its last word goes to the launcher, which tells the user once for all ranks."""
+    last_word = os.fdopen(os.dup(STDOUT), "w", encoding="utf-8")
+    os.dup2(STDERR, STDOUT)  # what a library prints must not meet it
+    threading.Thread(target=_end_with_launcher, daemon=True).start()
+    rank, size = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
     directory = RunDirectory.open_existing(Path(sys.argv[1]))
-    try:
-        return run_rank(directory)
-    except UllageError as error:
-        quiet = os.environ.get("RANK", "0") != "0" and error.cause.startswith("rank ")
-        return error.code if quiet else report(error, as_json=False)
+    with last_word, Stop(patient=True).installed() as stop:
+        try:
+            return run_rank(directory, stop, rank=rank, size=size)
+        except UllageError as error:
+            word = {"kind": type(error).__name__, "cause": error.cause, "remedy": error.remedy}
+            code = error.code
+        except Exception as error:  # noqa: BLE001 -- the last line of defence: one line for the user, the rest in the log
+            log = directory.logs / f"rank_{rank}.log"
+            with log.open("a", encoding="utf-8") as file:
+                file.write(traceback.format_exc())
+            cause = f"rank {rank}: internal error: {type(error).__name__}: {error}"
+            word = {"kind": UllageError.__name__, "cause": cause, "remedy": f"the traceback is in {log}"}
+            code = UllageError.code
+        json.dump(word, last_word)
+    return code
+
+
+def _end_with_launcher() -> None:
+    """Without the launcher nobody holds the run's lock: this process must not go on writing."""
+    while os.read(STDIN, 1):
+        pass
+    os._exit(PeerLostError.code)
 
 
 if __name__ == "__main__":

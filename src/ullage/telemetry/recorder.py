@@ -39,6 +39,7 @@ class _Ledger:
     metrics: dict[str, list[float]] = field(default_factory=dict)
     seconds: dict[str, float] = field(default_factory=dict)
     peaks: dict[str, _Peak] = field(default_factory=dict)
+    tokens: dict[str, float] = field(default_factory=dict)
 
 
 class Recorder:
@@ -112,6 +113,10 @@ class Recorder:
         name = self.current_phase or ""
         self._show(lambda view: view.phase(name, done, total, note))
 
+    def count_tokens(self, tokens: Mapping[str, float]) -> None:
+        """Tokens each phase of the step worked through, over all ranks: its line says how many that is per second."""
+        self._ledger.tokens |= tokens
+
     def event(self, text: str) -> None:
         """A line for the user, also kept in logs/events.log."""
         self._writer.event(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} step {self.current_step}: {printable(text)}")
@@ -150,6 +155,11 @@ class Recorder:
         ledger = self._ledger
         metrics = {name: reduce_values(name, values) for name, values in ledger.metrics.items()}
         metrics |= {f"time/{phase}": seconds for phase, seconds in ledger.seconds.items()}
+        metrics |= {
+            f"{phase}/tokens_per_second": tokens / seconds
+            for phase, tokens in ledger.tokens.items()
+            if (seconds := ledger.seconds.get(phase, 0.0)) > 0
+        }
         metrics |= {f"memory/{phase}_peak_bytes": float(peak.allocated_bytes) for phase, peak in ledger.peaks.items()}
         self._writer.step(step, metrics)
         for phase, peak in ledger.peaks.items():

@@ -62,7 +62,7 @@ class Collector:
         order = list(range(self.ranks.rank, len(drawn), self.ranks.size))
         prompts = [self.prompts[drawn[place]] for place in order]
         seeds = [[derive(self.seed, step, p.id, i, 0, 0) for i in range(self.num_samples)] for p in prompts]
-        samples, scores, texts = self.generator.run(prompts, seeds, self.sampling, step, TRAINING)
+        samples, scores, texts = self.generator.run(prompts, seeds, self.sampling, TRAINING)
         rollouts = to_rollouts(prompts, order, samples)
         rewards = torch.tensor([score.total or 0.0 for score in scores], dtype=torch.float64)
         experience = rollouts.scored(
@@ -79,6 +79,7 @@ class Collector:
         for sample, score in zip(samples, scores, strict=True):
             tally.add("reward/failed_fraction", score.total is None)
             tally.add("response/length_mean", len(sample.token_ids))
+            tally.add_tokens("rollout", len(sample.token_ids))
             tally.add("response/truncated_fraction", sample.finish_reason == "length")
             if score.total is not None:
                 tally.add("reward/mean", score.total)

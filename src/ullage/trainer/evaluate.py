@@ -33,7 +33,14 @@ class Evaluator:
     """Every held-out prompt, `n` samples each; the same seeds every time, so that two evaluations compare weights."""
 
     def __init__(
-        self, config: Config, prompts: Sequence[Prompt], generator: Generator, ranks: Communicator, writer: MetricsWriter, *, full_marks: float
+        self,
+        config: Config,
+        prompts: Sequence[Prompt],
+        generator: Generator,
+        ranks: Communicator,
+        writer: MetricsWriter,
+        *,
+        full_marks: float,
     ) -> None:
         val = config.actor_rollout_ref.rollout.val_kwargs
         self.prompts = prompts
@@ -54,7 +61,7 @@ class Evaluator:
     def evaluate(self, step: int) -> Evaluation:
         mine = self.prompts[self.ranks.rank :: self.ranks.size]
         seeds = [[derive(self.seed, "eval", p.id, i, 0, 0) for i in range(self.num_samples)] for p in mine]
-        samples, scores, texts = self.generator.run(mine, seeds, self.sampling, step, EVALUATION)
+        samples, scores, texts = self.generator.run(mine, seeds, self.sampling, EVALUATION)
         rewards: dict[int, list[float]] = defaultdict(list)
         rows = []
         for sample, score, text in zip(samples, scores, texts, strict=True):

@@ -5,9 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
-from ullage.base import faults
 from ullage.base.communicator import Communicator
-from ullage.base.errors import ServiceError
 from ullage.config.tree import Reward
 from ullage.data.prompts import Prompt
 from ullage.rewards.pool import Request, RewardPool, Score, check_budget
@@ -49,7 +47,7 @@ class Generator:
         self.poll = poll
 
     def run(
-        self, prompts: Sequence[Prompt], seeds: Sequence[Sequence[int]], sampling: Sampling, step: int, phases: Phases
+        self, prompts: Sequence[Prompt], seeds: Sequence[Sequence[int]], sampling: Sampling, phases: Phases
     ) -> tuple[list[Sample], list[Score], list[str]]:
         """Samples with their scores and texts, ordered by prompt and sample index."""
         requests = [
@@ -79,21 +77,18 @@ class Generator:
             self.recorder.progress(done, total, f"{tokens} tokens")
 
         with self.recorder.phase(phases.generate):
-            faults.strike(phases.generate, step)
             samples = self.engine.generate(requests, sampling, on_finish=submit, on_progress=progress)
         with self.recorder.phase(phases.score):
-            faults.strike(phases.score, step)
-            scores = self._collect(list(texts))
+            scores = dict(zip(texts, self.pool.collect(), strict=True))
+            self._check_budget(list(scores.values()))
+            self.poll()
         places = [(sample.group, sample.index) for sample in samples]
         return samples, [scores[place] for place in places], [texts[place] for place in places]
 
-    def _collect(self, places: list[tuple[int, int]]) -> dict[tuple[int, int], Score]:
-        """Scores by place; too many failures on any rank end the run on all of them."""
-        scores = self.pool.collect()
-        error: ServiceError | None = None
-        try:
-            check_budget(scores, self.reward.max_failure_fraction)
-        except ServiceError as problem:
-            error = problem
-        self.ranks.raise_together(error)
-        return dict(zip(places, scores, strict=True))
+    def _check_budget(self, scores: list[Score]) -> None:
+        """Failures count over all ranks, so that every rank comes to the same verdict whatever its share."""
+        failures = [score.error for score in scores if score.total is None]
+        everyone: list[Score] = []
+        for scored, errors in self.ranks.gather([len(scores) - len(failures), failures]):
+            everyone += [Score(0.0, {}, None)] * scored + [Score(None, {}, error) for error in errors]
+        check_budget(everyone, self.reward.max_failure_fraction)

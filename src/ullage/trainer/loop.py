@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 
 from ullage.algorithms import Algorithm
-from ullage.base import faults
 from ullage.base.communicator import Communicator
 from ullage.config.tree import Config
 from ullage.engine.optimizer import learning_rate
@@ -56,7 +55,8 @@ class Trainer:
 
     def train(self) -> None:
         """Run until the last step, saving and evaluating on the way; leaves the trained model in `final/`."""
-        if self.keeper.step == 0 and self.config.trainer.val_before_train:
+        if self.keeper.step == 0 and self.keeper.evaluated is None and self.config.trainer.val_before_train:
+            self.stop.check(self.ranks, self.keeper)  # asked while the model was loading
             self.evaluate(0)
         while self.keeper.step < self.total_steps:
             self.stop.check(self.ranks, self.keeper)
@@ -82,10 +82,10 @@ class Trainer:
         batch = self.algorithm.assign_credit(experience, self.ranks)
         rate = learning_rate(self.config.actor_rollout_ref.actor.optim, step - 1, self.total_steps)
         with self.recorder.phase("update"), self.stop.deferred():
-            faults.strike("update", step)
             for mini_batch in self.schedule.mini_batches(batch, step):
                 self.actor.update(mini_batch, self.algorithm, rate, tally)
         self.keeper.advance(step)
+        self.recorder.count_tokens(tally.tokens(self.ranks))
         record(tally.means(self.ranks) | {"actor/learning_rate": rate})
 
     def evaluate(self, step: int) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import shutil
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError
 
-from ullage.base import faults
 from ullage.base.communicator import Communicator
 from ullage.base.errors import DataError, UllageError, WriteError
 from ullage.data.sampler import Sampler
@@ -20,8 +21,8 @@ from ullage.workers.actor import Actor
 
 
 @dataclass(frozen=True, slots=True)
-class Best:
-    """The highest evaluation so far."""
+class Evaluated:
+    """The outcome of an evaluation."""
 
     step: int
     score: float
@@ -50,8 +51,13 @@ class Keeper:
         self.facts = facts
         """What must not change between a run and its resumption: data fingerprint, model shape."""
         self.step = 0
-        self.best: Best | None = None
+        """The last complete one."""
+        self.evaluated: Evaluated | None = None
+        """The last evaluation."""
+        self.best: Evaluated | None = None
+        """The best evaluation of a step that has a checkpoint; that checkpoint is kept."""
         self._sampler_before = sampler.state()
+        self._saved: dict[str, Any] | None = None
 
     @property
     def resume_command(self) -> str:
@@ -67,40 +73,22 @@ class Keeper:
         self.sampler.restore(self._sampler_before)
 
     def consider(self, step: int, score: float) -> None:
-        if self.best is None or score > self.best.score:
-            self.best = Best(step, score)
+        """Held-out prompts scored so much at this step."""
+        self.evaluated = Evaluated(step, score)
+
+    @property
+    def recorded_until(self) -> int:
+        """The step whose measurements belong to the saved state; -1 where not even step 0's evaluation does."""
+        return -1 if self.step == 0 and self.evaluated is None else self.step
 
     def save(self) -> None:
         """Publish a checkpoint of the last complete step, then prune; an error on rank 0 is everybody's."""
-        error: UllageError | None = None
         with self.recorder.phase("save"):
-            faults.strike("save", self.step)
-            if self.ranks.rank == 0:
-                try:
-                    self._write()
-                except UllageError as problem:
-                    error = problem
-            self.ranks.raise_together(error)
-
-    def _write(self) -> None:
-        folder = checkpoint.write_checkpoint(
-            self.directory.checkpoints,
-            self.step,
-            tensors={"optimizer": self.actor.optimizer.tensors(), "rng": {"torch": torch.get_rng_state()}},
-            state={
-                "step": self.step,
-                "sampler": self._sampler_before,
-                "best": None if self.best is None else [self.best.step, self.best.score],
-                "nonfinite_steps": self.actor.nonfinite_steps,
-            },
-            extra_files=lambda place: self.actor.model.save(place / "model"),
-            facts=self.facts,
-        )
-        protect = {folder}
-        if self.best is not None:
-            protect.add(self.directory.checkpoint_of(self.best.step))
-        for warning in checkpoint.prune(self.directory.checkpoints, self.keep, protect):
-            self.recorder.event(warning)
+            self._compare()
+            state = self._state()
+            if state != self._saved:  # asked to stop right after a checkpoint: there is nothing new to save
+                self._on_first_rank(lambda: self._write(state))
+                self._saved = state
 
     def restore(self, folder: Path) -> None:
         """Continue from a checkpoint whose weights the actor's model was loaded from."""
@@ -117,19 +105,68 @@ class Keeper:
         self._sampler_before = self.sampler.state()
         self.step = saved.state["step"]
         self.actor.nonfinite_steps = saved.state["nonfinite_steps"]
-        self.best = None if saved.state["best"] is None else Best(*saved.state["best"])
+        self.evaluated = _evaluated(saved.state["evaluated"])
+        self.best = _evaluated(saved.state["best"])
+        self._saved = saved.state
 
     def export(self) -> None:
         """The trained model as a Hugging Face folder, complete or not there."""
+        with self.recorder.phase("export"):
+            self._on_first_rank(self._write_final)
+
+    def _compare(self) -> None:
+        """The step about to be saved may be the best one that is."""
+        now = self.evaluated
+        if now is not None and 0 < now.step == self.step and (self.best is None or now.score > self.best.score):
+            self.best = now
+
+    def _on_first_rank(self, write: Callable[[], None]) -> None:
         error: UllageError | None = None
-        with self.recorder.phase("save"):
-            if self.ranks.rank == 0:
-                aside = self.directory.path / ".final.tmp"
-                try:
-                    shutil.rmtree(aside, ignore_errors=True)
-                    self.actor.model.save(aside)
-                    shutil.rmtree(self.directory.final, ignore_errors=True)
-                    aside.rename(self.directory.final)
-                except OSError as problem:
-                    error = WriteError(f"cannot write {self.directory.final}: {problem}", "free some disk space")
-            self.ranks.raise_together(error)
+        if self.ranks.rank == 0:
+            try:
+                write()
+            except UllageError as problem:
+                error = problem
+        self.ranks.raise_together(error)
+
+    def _state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "sampler": self._sampler_before,
+            "evaluated": None if self.evaluated is None else [self.evaluated.step, self.evaluated.score],
+            "best": None if self.best is None else [self.best.step, self.best.score],
+            "nonfinite_steps": self.actor.nonfinite_steps,
+        }
+
+    def _write(self, state: dict[str, Any]) -> None:
+        folder = checkpoint.write_checkpoint(
+            self.directory.checkpoints,
+            self.step,
+            tensors={"optimizer": self.actor.optimizer.tensors(), "rng": {"torch": torch.get_rng_state()}},
+            state=state,
+            extra_files=lambda place: self.actor.model.save(place / "model"),
+            facts=self.facts,
+        )
+        protect = {folder}
+        if self.best is not None:
+            protect.add(self.directory.checkpoint_of(self.best.step))
+        for warning in checkpoint.prune(self.directory.checkpoints, self.keep, protect):
+            self.recorder.event(warning)
+
+    def _write_final(self) -> None:
+        aside = self.directory.path / ".final.tmp"
+        try:
+            shutil.rmtree(aside, ignore_errors=True)
+            self.actor.model.save(aside)
+            shutil.rmtree(self.directory.final, ignore_errors=True)
+            aside.rename(self.directory.final)
+        except (OSError, SafetensorError) as problem:
+            shutil.rmtree(aside, ignore_errors=True)
+            raise WriteError(
+                f"cannot write {self.directory.final}: {problem}",
+                f"free some disk space, then finish with: {self.resume_command}",
+            ) from problem
+
+
+def _evaluated(saved: list[Any] | None) -> Evaluated | None:
+    return None if saved is None else Evaluated(*saved)

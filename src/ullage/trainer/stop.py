@@ -1,37 +1,65 @@
-"""Stopping when asked: SIGTERM and Ctrl-C save a checkpoint and end with code 75 or 130; a second signal ends at once."""
+"""Stopping when asked: SIGTERM and Ctrl-C save a checkpoint and end with code 75 or 130; a second signal ends at once.
+
+Light to import: the handlers are in place before torch is loaded.
+"""
 
 from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
+import threading
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from types import FrameType
+from typing import TYPE_CHECKING
 
 from ullage.base.communicator import Communicator
 from ullage.base.errors import InterruptedRunError, PreemptedError, UllageError
-from ullage.trainer.state import Keeper
+
+if TYPE_CHECKING:
+    from ullage.trainer.state import Keeper
 
 SIGNALS = (signal.SIGTERM, signal.SIGINT)
+STDERR = 2
+SHOW_CURSOR = b"\x1b[?25h"
 
 
 class Stop:
     """A flag set by signals, looked at between steps on all ranks and, with one rank, between tokens."""
 
-    def __init__(self) -> None:
+    def __init__(self, *, patient: bool = False) -> None:
         self.requested: int | None = None
+        """The signal that asked."""
+        self.phase: str | None = None
+        """Where the run was when it was asked."""
+        self.current_phase: Callable[[], str | None] = lambda: None
+        self._patient = patient
+        """A scheduler may signal the launcher and its ranks alike; then only the launcher counts how often."""
         self._alone = True
         self._deferred = False
 
-    def install(self) -> None:
-        for number in SIGNALS:
-            signal.signal(number, self._handle)
+    @contextmanager
+    def installed(self) -> Iterator[Stop]:
+        """Listen for signals; also for those that came before, where they were blocked until now."""
+        if threading.current_thread() is not threading.main_thread():
+            yield self  # only the main thread may have handlers; whoever runs us in another one stops us otherwise
+            return
+        before = {number: signal.signal(number, self._handle) for number in SIGNALS}
+        signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+        try:
+            yield self
+        finally:
+            for number, handler in before.items():
+                signal.signal(number, handler)
 
     def _handle(self, number: int, frame: FrameType | None) -> None:
         del frame
-        if self.requested is not None:
-            os._exit(128 + number)  # asked twice: whoever asks is out of patience; the last checkpoint is whole
-        self.requested = number
+        if self.requested is None:
+            self.requested, self.phase = number, self.current_phase()
+        elif not self._patient:  # whoever asks twice will not wait; the last checkpoint is whole
+            if os.isatty(STDERR):
+                os.write(STDERR, SHOW_CURSOR)  # the live view has no time to give the terminal back
+            os._exit(128 + number)
 
     def check(self, ranks: Communicator, keeper: Keeper) -> None:
         """Between steps: if any rank was asked to stop, all save and stop."""
@@ -48,7 +76,7 @@ class Stop:
 
     @contextmanager
     def deferred(self) -> Iterator[None]:
-        """A part that must be finished once begun: weights change in it."""
+        """A part that must be finished once begun: weights change in it, or its results belong to the step."""
         self._deferred = True
         try:
             yield
@@ -74,4 +102,6 @@ class _AbandonedStepError(Exception):
 def _stopped(number: int, keeper: Keeper) -> UllageError:
     kind = PreemptedError if number == signal.SIGTERM else InterruptedRunError
     name = signal.Signals(number).name
-    return kind(f"{name}: stopped after step {keeper.step}, checkpoint saved", f"continue with: {keeper.resume_command}")
+    return kind(
+        f"{name}: stopped after step {keeper.step}, checkpoint saved", f"continue with: {keeper.resume_command}"
+    )

@@ -6,7 +6,6 @@ import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ullage.algorithms import Algorithm
@@ -65,6 +64,7 @@ class Actor:
         loss_sum = 0.0
         for terms in self.backward(mini_batch, algorithm):
             loss_sum += terms.loss
+            tally.add_tokens("update", terms.tokens)
             for name, value in terms.report.items():
                 tally.add(name, value, terms.tokens)
         norm = self.optimizer.step(learning_rate, self.ranks)
@@ -80,6 +80,7 @@ class Actor:
         done = []
         for packed, part in micro_batches(mini_batch, self.model, self.limits):
             values, entropies = self.model.logprobs(packed, temperature=self.temperature, entropy=True)
+            assert entropies is not None, "asked for"
             width = part.mask_NT.shape[1]
             loss, terms = self._terms(packed.scatter(values, width), packed.scatter(entropies, width), part, algorithm)
             loss.backward()

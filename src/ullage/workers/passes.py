@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from ullage.model.language_model import LanguageModel
 from ullage.model.packing import Packed, build
 
 Stage = TypeVar("Stage", bound=Rollouts)
-Phase = Callable[[str], AbstractContextManager[None]]
+Phase = Callable[[str], AbstractContextManager[Any]]
 """Opens a named phase of the step: timing and memory are measured around what happens in it."""
 
 

@@ -24,7 +24,14 @@ def _(arena: Tensor, layer: int, key: Tensor, value: Tensor, places: Tensor) -> 
 
 @torch.library.custom_op("ullage::paged_attention", mutates_args=())
 def paged_attention(
-    query: Tensor, arena: Tensor, layer: int, page_table: Tensor, lengths: Tensor, scaling: float, window: int, wide: bool
+    query: Tensor,
+    arena: Tensor,
+    layer: int,
+    page_table: Tensor,
+    lengths: Tensor,
+    scaling: float,
+    window: int,
+    wide: bool,
 ) -> Tensor:
     """Attention of one new token per sequence, query [S, heads, head_dim], over its `lengths` [S] cached tokens.
 
@@ -52,7 +59,14 @@ def paged_attention(
 
 @paged_attention.register_fake
 def _(
-    query: Tensor, arena: Tensor, layer: int, page_table: Tensor, lengths: Tensor, scaling: float, window: int, wide: bool
+    query: Tensor,
+    arena: Tensor,
+    layer: int,
+    page_table: Tensor,
+    lengths: Tensor,
+    scaling: float,
+    window: int,
+    wide: bool,
 ) -> Tensor:
     del arena, layer, page_table, lengths, scaling, window, wide
     return torch.empty_like(query)

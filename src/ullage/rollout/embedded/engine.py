@@ -72,12 +72,14 @@ class Engine:
         *,
         on_finish: Callable[[Sample], None] = lambda sample: None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
+        on_token: Callable[[int, int, int], None] = lambda group, index, token: None,
     ) -> list[Sample]:
         """All samples of all groups, ordered by group and index; `on_finish` sees each as soon as it ends.
 
         `on_progress(tokens so far, samples done)` is called after every token; what it raises ends the call.
+        `on_token(group, index, token)` sees every token as it is drawn.
         """
-        batch = _Batch(self, requests, sampling, on_finish)
+        batch = _Batch(self, requests, sampling, on_finish, on_token)
         try:
             while batch.waiting or batch.running:
                 batch.admit()
@@ -92,17 +94,25 @@ class _Batch:
     """One call of `generate`."""
 
     def __init__(
-        self, engine: Engine, requests: Sequence[GroupRequest], sampling: Sampling, on_finish: Callable[[Sample], None]
+        self,
+        engine: Engine,
+        requests: Sequence[GroupRequest],
+        sampling: Sampling,
+        on_finish: Callable[[Sample], None],
+        on_token: Callable[[int, int, int], None],
     ) -> None:
         self.engine, self.model, self.pages = engine, engine.model, engine.pages
         self.device = engine.model.target.device
         self.sampling = sampling
         self.on_finish = on_finish
+        self.on_token = on_token
         self.groups = [_Group(request.prompt, len(request.seeds)) for request in requests]
         self.waiting = deque(
             (group, index, seed) for group, request in enumerate(requests) for index, seed in enumerate(request.seeds)
         )
         self.running: list[_Running] = []
+        self.seated: dict[int, _Running] = {}
+        """By slot: every sample that holds pages, whatever it is in the middle of."""
         self.finished: dict[tuple[int, int], Sample] = {}
         self.free_slots = list(range(engine.slots - 1, -1, -1))
         self.num_tokens = 0
@@ -137,6 +147,7 @@ class _Batch:
         self.pages.share(pages)
         slot = self.free_slots.pop()
         run = _Running(number, index, seed, slot, pages + self.pages.take(own), len(group.prompt))
+        self.seated[slot] = run
         self.engine._page_table[slot, : len(run.pages)] = torch.tensor(run.pages, device=self.device)
         return run
 
@@ -151,6 +162,7 @@ class _Batch:
             passes[-1].append(group)
             room -= len(group.prompt)
         for part in passes:
+            part += part[:1] * (MIN_ROWS - sum(len(group.prompt) for group in part))  # as in `decode`
             ids = [token for group in part for token in group.prompt]
             positions = [i for group in part for i in range(len(group.prompt))]
             places = [g.pages[i // PAGE_SIZE] * PAGE_SIZE + i % PAGE_SIZE for g in part for i in range(len(g.prompt))]
@@ -210,6 +222,7 @@ class _Batch:
         for run, token, logprob in zip(runs, tokens.tolist(), logprobs.tolist(), strict=True):
             run.tokens.append(token)
             run.logprobs.append(logprob)
+            self.on_token(run.group, run.index, token)
             if token in self.model.stop_ids and not self.sampling.ignore_eos:
                 self._finish(run, "stop")
             elif len(run.tokens) == self.sampling.max_tokens:
@@ -219,6 +232,7 @@ class _Batch:
         self.num_tokens += len(runs)
 
     def _finish(self, run: _Running, reason: str) -> None:
+        del self.seated[run.slot]
         self.pages.give_back(run.pages)
         self.free_slots.append(run.slot)
         sample = Sample(
@@ -233,12 +247,11 @@ class _Batch:
 
     def release(self) -> None:
         """Give every page back, also after an error half-way."""
-        for run in self.running:
+        for run in self.seated.values():
             self.pages.give_back(run.pages)
         for group in self.groups:
             if group.unstarted and group.pages:
                 self.pages.give_back(group.pages)
-        self.running = []
 
     def _tensor(self, values: Sequence[int]) -> Tensor:
         return torch.tensor(values, dtype=torch.long, device=self.device)

@@ -1,0 +1,77 @@
+"""Scores any weights on held-out prompts, with the evaluation that training uses: same prompts, seeds and rewards."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from pathlib import Path
+
+from ullage.base.communicator import Solo
+from ullage.base.errors import ConfigError
+from ullage.config.tree import Config
+from ullage.data.prompts import load_prompts
+from ullage.engine.measure import MemoryProbe
+from ullage.model.target import find_target
+from ullage.run.assemble import (
+    Surroundings,
+    longest_prompt,
+    make_engine,
+    make_evaluator,
+    open_model,
+    open_pool,
+    report_overlong,
+)
+from ullage.telemetry.recorder import Recorder
+from ullage.telemetry.run_directory import RunDirectory
+from ullage.telemetry.view import View
+from ullage.telemetry.writer import SilentWriter
+from ullage.trainer.evaluate import Evaluation
+from ullage.trainer.generate import Generator
+from ullage.trainer.stop import Stop
+
+
+def evaluate_weights(config: Config, weights: str, view: View) -> Evaluation:
+    """Mean@n and pass@k of the weights on `data.val_files`; nothing is written."""
+    require_evaluable(config)
+    with ExitStack() as closing:
+        given = _surroundings(config, view, closing)
+        pool = open_pool(given)  # its workers start while the model is read
+        model = open_model(config, given.target, weights=Path(weights))
+        data = config.data
+        val = load_prompts(data.val_files, data, model.tokenizer, max_samples=data.val_max_samples)
+        report_overlong(val, given.recorder)
+        engine = make_engine(config, model, prompt_tokens=longest_prompt(val))
+        generator = Generator(
+            engine, pool, model.tokenizer, config.reward, given.recorder, given.ranks, given.stop.poll
+        )
+        return make_evaluator(config, val, generator, given).evaluate(0)
+
+
+def require_evaluable(config: Config) -> None:
+    """ConfigError unless there are held-out prompts and a reward."""
+    if not config.data.val_files:
+        raise ConfigError("no held-out data", "give --data FILE, or set data.val_files")
+    if not config.reward.functions:
+        raise ConfigError(
+            "no reward", "give --reward NAME (gsm8k, math, ...) or --reward FILE.py, or set reward.functions"
+        )
+
+
+def _surroundings(config: Config, view: View, closing: ExitStack) -> Surroundings:
+    """Those of one process that leaves no trace: the folder is never made, the writer never writes."""
+    directory = RunDirectory(Path(config.trainer.default_local_dir), "evaluation")
+    writer = SilentWriter(directory)
+    target = find_target(config.trainer.device, 0)
+    probe = MemoryProbe(target)
+    recorder = Recorder(writer, [view], probe)
+    closing.callback(recorder.stop)
+    return Surroundings(
+        config=config,
+        directory=directory,
+        target=target,
+        ranks=Solo(),
+        recorder=recorder,
+        writer=writer,
+        probe=probe,
+        stop=Stop(),
+        closing=closing,
+    )

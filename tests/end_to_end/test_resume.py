@@ -1,0 +1,123 @@
+"""A run that is killed and resumed equals the run that was not, bit for bit."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+from runs import assert_same_run, metrics_of, outcome_of, samples_of
+
+
+@pytest.fixture(scope="module")
+def uninterrupted(ullage, task, tmp_path_factory):
+    runs = tmp_path_factory.mktemp("uninterrupted")
+    outcome = ullage(*task.arguments(runs, "whole"))
+    assert outcome.code == 0, outcome.stderr
+    return runs / "whole"
+
+
+def test_the_run_has_everything_worth_comparing(uninterrupted):
+    rows = metrics_of(uninterrupted)
+    assert [row["step"] for row in rows] == [0, 1, 2, 3, 4, 5, 6]
+    assert all(row["actor/grad_norm"] > 0 for row in rows[1:])
+    assert [row["step"] for row in rows if "eval/val/mean@2" in row] == [0, 2, 4, 6]
+    assert all(row["actor/kl_ref"] > 0 for row in rows[2:])
+    assert all(row["actor/kl_old"] != 0 for row in rows[2:])  # off-policy: the second mini-batch
+    assert list(samples_of(uninterrupted)) == [
+        *(f"eval_{step}.jsonl" for step in (0, 2, 4, 6)),
+        *(f"step_{step}.jsonl" for step in range(1, 7)),
+    ]
+    assert outcome_of(uninterrupted) == {
+        "code": 0, "reason": "finished", "phase": None, "step": 6, "resume_command": None
+    }  # fmt: skip
+
+
+# Three steps are an epoch: a kill in step 4 resumes at an epoch's end, one in step 3 or 6 in the middle of one.
+@pytest.mark.parametrize(
+    ("step", "phase"),
+    [
+        (0, "eval"),
+        (1, "rollout"),
+        (3, "save"),
+        (4, "rollout"),
+        (4, "reward"),
+        (4, "logprob"),
+        (4, "reference"),
+        (4, "update"),
+        (4, "eval"),
+        (4, "save"),
+        (6, "update"),
+        (6, "export"),
+    ],
+)
+def test_killed_in_a_phase(ullage, task, tmp_path, uninterrupted, step, phase):
+    killed = ullage(*task.arguments(tmp_path, "killed"), fault=f"step={step},phase={phase},kind=sigkill")
+    assert killed.code == -9, killed.stderr
+    assert not (tmp_path / "killed" / "final").exists()
+    resumed = ullage("resume", tmp_path / "killed")
+    assert resumed.code == 0, resumed.stderr
+    assert_same_run(tmp_path / "killed", uninterrupted)
+
+
+@pytest.mark.parametrize("change", ["kill_before_publishing", "kill_before_latest"])
+def test_killed_between_writing_and_publishing_a_checkpoint(ullage, task, tmp_path, uninterrupted, change):
+    killed = ullage(*task.arguments(tmp_path, "killed"), changes=[change])
+    assert killed.code == -9, killed.stderr
+    assert (tmp_path / "killed" / "checkpoints" / "latest").read_text() == "step_3\n"
+    assert ullage("resume", tmp_path / "killed").code == 0
+    assert_same_run(tmp_path / "killed", uninterrupted)
+
+
+def test_killed_twice(ullage, task, tmp_path, uninterrupted):
+    ullage(*task.arguments(tmp_path, "killed"), fault="step=2,phase=update,kind=sigkill")
+    assert ullage("resume", tmp_path / "killed", fault="step=5,phase=reward,kind=sigkill").code == -9
+    assert ullage("resume", tmp_path / "killed").code == 0
+    assert_same_run(tmp_path / "killed", uninterrupted)
+
+
+def test_a_damaged_checkpoint_is_passed_over(ullage, task, tmp_path, uninterrupted):
+    ullage(*task.arguments(tmp_path, "killed"), fault="step=5,phase=update,kind=sigkill")
+    damage(tmp_path / "killed" / "checkpoints" / "step_4" / "optimizer.safetensors")
+    resumed = ullage("resume", tmp_path / "killed")
+    assert resumed.code == 0
+    assert "damaged checkpoint" in resumed.stderr
+    assert_same_run(tmp_path / "killed", uninterrupted)
+
+
+def test_with_every_checkpoint_damaged_nothing_is_thrown_away(ullage, task, tmp_path):
+    ullage(*task.arguments(tmp_path, "killed"), fault="step=3,phase=update,kind=sigkill")
+    run = tmp_path / "killed"
+    for folder in (run / "checkpoints").glob("step_*"):
+        damage(folder / "optimizer.safetensors")
+    rows = metrics_of(run)
+    resumed = ullage("resume", run)
+    assert resumed.code == 74
+    assert f"ullage: error: every checkpoint in {run / 'checkpoints'} is damaged" in resumed.stderr
+    assert metrics_of(run) == rows
+    assert outcome_of(run)["resume_command"] == f"ullage resume {run}"
+
+
+def test_other_data_is_refused(ullage, task, tmp_path):
+    data = tmp_path / "data.jsonl"
+    data.write_text((task.folder / "train.jsonl").read_text())
+    ullage(*task.arguments(tmp_path, "killed", data__train_files=data), fault="step=3,phase=update,kind=sigkill")
+    data.write_text(data.read_text().replace("123", "124"))
+    resumed = ullage("resume", tmp_path / "killed")
+    assert resumed.code == 65
+    assert "data_fingerprint changed since step_2 was saved" in resumed.stderr
+    assert len(metrics_of(tmp_path / "killed")) == 3
+
+
+def test_in_another_process(ullage, task, tmp_path, uninterrupted):
+    """Other memory addresses, another hash seed, other imports than in forks of one process."""
+    fault = {"ULLAGE_FAULT": "step=4,phase=update,kind=sigkill"}
+    command = [sys.executable, "-m", "ullage", *task.arguments(tmp_path, "killed")]
+    assert subprocess.run(command, env=os.environ | fault, check=False).returncode == -9
+    assert ullage("resume", tmp_path / "killed").code == 0
+    assert_same_run(tmp_path / "killed", uninterrupted)
+
+
+def damage(path):
+    content = bytearray(path.read_bytes())
+    content[-1] ^= 1
+    path.write_bytes(content)

@@ -1,0 +1,102 @@
+"""The same program on a CUDA device: packed varlen attention, the paged engine, a training run. Run: make gpu."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from ullage.batch.pack import Limits
+from ullage.cli.main import main
+from ullage.data.prompts import Prompt
+from ullage.model.language_model import LanguageModel
+from ullage.model.load import load_model
+from ullage.model.target import find_target
+from ullage.rollout.embedded.engine import Engine
+from ullage.rollout.sampling import GroupRequest, Sample, Sampling
+from ullage.trainer.collect import to_rollouts
+from ullage.workers.passes import micro_batches
+
+pytestmark = [
+    pytest.mark.gpu,
+    pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device"),
+]
+
+PROMPTS = [tuple(range(5, 5 + length)) for length in (3, 16, 17, 24)]
+
+
+def sample(model: LanguageModel) -> list[Sample]:
+    engine = Engine(model, slots=6, max_length=64)
+    requests = [GroupRequest(prompt=p, seeds=(1, 2, 3)) for p in PROMPTS]
+    return engine.generate(requests, Sampling(max_tokens=12, ignore_eos=True))
+
+
+def logprobs(model: LanguageModel, samples: list[Sample], *, share: bool, max_tokens: int) -> torch.Tensor:
+    prompts = [
+        Prompt(id=i, token_ids=ids, prompt="", target=None, source="", extra={}) for i, ids in enumerate(PROMPTS)
+    ]
+    stage = to_rollouts(prompts, list(range(len(prompts))), samples)
+    out = torch.zeros(stage.mask_NT.shape)
+    with torch.no_grad():
+        for packed, _ in micro_batches(stage, model, Limits(max_tokens=max_tokens, share_prefix=share)):
+            values, _ = model.logprobs(packed, temperature=1.0)
+            out[packed.samples.cpu()] = packed.scatter(values, out.shape[1]).float().cpu()
+    return out
+
+
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "mistral"])
+def test_varlen_packing_equals_one_by_one(tiny_architecture, architecture):
+    model = load_model(str(tiny_architecture(architecture)), find_target("cuda", 0), dtype="bfloat16")
+    samples = sample(model)
+    packed = logprobs(model, samples, share=False, max_tokens=4096)
+    alone = logprobs(model, samples, share=False, max_tokens=36)
+    rollout = torch.tensor([s.logprobs for s in samples])
+    # bf16 has 8 bits: a log-prob near -3.5 moves by a few thousandths when kernels round differently.
+    assert (packed - alone).abs().max() < 0.03
+    assert (packed - rollout).abs().max() < 0.06
+    assert (packed - rollout).abs().mean() < 0.006
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2", "gpt2"])
+def test_float32_agrees_with_the_cpu(tiny_architecture, architecture):
+    path = str(tiny_architecture(architecture))
+    cuda = load_model(path, find_target("cuda", 0), dtype="float32")
+    samples = sample(cuda)
+    shared = logprobs(cuda, samples, share=True, max_tokens=4096)
+    on_cpu = logprobs(load_model(path, find_target("cpu", 0), dtype="float32"), samples, share=False, max_tokens=4096)
+    assert (shared - on_cpu).abs().max() < 2e-5
+    assert (shared - torch.tensor([s.logprobs for s in samples])).abs().max() < 2e-5
+
+
+def test_training_runs_and_resumes_in_bfloat16(tiny_model, tmp_path: Path):
+    data = tmp_path / "rows.jsonl"
+    data.write_text("".join(json.dumps({"prompt": f"{i}=", "answer": str(i)}) + "\n" for i in range(40)))
+    reward = tmp_path / "reward.py"
+    reward.write_text("def score(prompt, response, target):\n    return response.count(target[0]) / 4\n")
+    words = [
+        "train",
+        f"data.train_files={data}",
+        "data.train_batch_size=8",
+        "data.max_prompt_length=8",
+        "data.max_response_length=4",
+        f"actor_rollout_ref.model.path={tiny_model}",
+        "actor_rollout_ref.actor.optim.lr=1e-3",
+        "actor_rollout_ref.actor.ppo_mini_batch_size=4",
+        "actor_rollout_ref.actor.use_kl_loss=true",
+        f"reward={reward}",
+        f"trainer.default_local_dir={tmp_path}",
+        "trainer.experiment_name=cuda",
+        "trainer.total_training_steps=6",
+        "trainer.device=cuda",
+    ]
+    assert main(words) == 0
+    lines = [json.loads(line) for line in (tmp_path / "cuda" / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
+    assert lines[-1]["reward/mean"] > lines[0]["reward/mean"]
+    assert all(line["rollout/logprob_gap_mean"] < 0.02 for line in lines)
+    memory = [json.loads(line) for line in (tmp_path / "cuda" / "memory.jsonl").read_text().splitlines()]
+    update = next(row for row in memory if row["phase"] == "update")
+    weights = update["components"]["weights"]
+    assert update["components"]["master"] == 2 * weights
+    assert update["components"]["optimizer"] == 4 * weights
+    assert update["allocated_peak_bytes"] > sum(update["components"].values())

@@ -1,0 +1,124 @@
+"""Drawing tokens: exact uniform numbers, frequencies, truncation, log-probs."""
+
+import math
+
+import pytest
+import torch
+
+from ullage.rollout.embedded.sampler import draw, truncate, uniform
+from ullage.rollout.sampling import Sampling
+
+MASK = (1 << 64) - 1
+
+
+def splitmix(seed, position):
+    """The published mixer on Python integers."""
+    z = (seed + (position + 1) * 0x9E3779B97F4A7C15) & MASK
+    z = ((z ^ (z >> 30)) * 0xBF58476D1CE4E5B9) & MASK
+    z = ((z ^ (z >> 27)) * 0x94D049BB133111EB) & MASK
+    return ((z ^ (z >> 31)) >> 11) / 2**53
+
+
+def test_uniform_golden_values():
+    # Seed 0: 0xE220A8397B1DCDAF and 0x6E789E6AA1B965F4 are the first outputs of the reference implementation.
+    got = uniform(torch.tensor([0, 0]), torch.tensor([0, 1]))
+    assert got.tolist() == [(0xE220A8397B1DCDAF >> 11) / 2**53, (0x6E789E6AA1B965F4 >> 11) / 2**53]
+
+
+def test_uniform_equals_integer_arithmetic_for_large_seeds():
+    seeds = [0, 1, 2**31, 2**62 + 12345, 2**63 - 1]
+    positions = [0, 1, 511, 32768, 10**6]
+    got = uniform(torch.tensor(seeds), torch.tensor(positions))
+    assert got.tolist() == [splitmix(seed, position) for seed, position in zip(seeds, positions, strict=True)]
+
+
+@pytest.mark.parametrize("axis", ["seeds", "positions"])
+def test_uniform_is_uniform(axis):
+    count = 20_000
+    numbers, zeros = torch.arange(count), torch.zeros(count, dtype=torch.long)
+    sample = uniform(numbers, zeros) if axis == "seeds" else uniform(zeros + 7, numbers)
+    ordered = sample.sort().values
+    grid = torch.arange(1, count + 1, dtype=torch.float64) / count
+    distance = max((grid - ordered).max().item(), (ordered - grid + 1 / count).max().item())
+    assert distance < 1.36 / math.sqrt(count), "Kolmogorov-Smirnov, 5 %"
+    assert abs(torch.corrcoef(torch.stack([sample[:-1], sample[1:]]))[0, 1].item()) < 2 / math.sqrt(count)
+
+
+def test_draw_frequencies_match_probabilities():
+    probabilities = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05], dtype=torch.float64)
+    count = 20_000
+    logits = probabilities.log().expand(count, -1) + 3.0
+    tokens, logprobs = draw(logits, torch.arange(count), torch.zeros(count, dtype=torch.long), Sampling())
+    expected = probabilities * count
+    chi_square = ((torch.bincount(tokens, minlength=5) - expected) ** 2 / expected).sum().item()
+    assert chi_square < 9.49, "5 % with four degrees of freedom"
+    torch.testing.assert_close(logprobs, probabilities.log()[tokens], rtol=0, atol=1e-12)
+
+
+def test_draw_is_the_inverse_of_the_cumulative_distribution():
+    probabilities = torch.tensor([0.25, 0.0, 0.5, 0.25], dtype=torch.float64)
+    seeds = torch.arange(500)
+    zeros = torch.zeros_like(seeds)
+    tokens, _ = draw(probabilities.log().expand(500, -1), seeds, zeros, Sampling())
+    want = [0 if u < 0.25 else 2 if u < 0.75 else 3 for u in uniform(seeds, zeros).tolist()]
+    assert tokens.tolist() == want
+
+
+def test_draw_does_not_depend_on_the_rows_beside_it():
+    generator = torch.Generator().manual_seed(0)
+    logits = torch.randn(64, 50, generator=generator)
+    seeds, positions = torch.arange(64) + 10, torch.arange(64) % 5
+    tokens, logprobs = draw(logits, seeds, positions, Sampling(top_k=20, top_p=0.9))
+    for i in range(64):
+        alone = draw(logits[i : i + 1], seeds[i : i + 1], positions[i : i + 1], Sampling(top_k=20, top_p=0.9))
+        assert (alone[0].item(), alone[1].item()) == (tokens[i].item(), logprobs[i].item())
+
+
+def test_logprob_is_that_of_the_logits_given():
+    logits = torch.randn(8, 30, dtype=torch.float64, generator=torch.Generator().manual_seed(1)) / 0.7
+    tokens, logprobs = draw(logits, torch.arange(8), torch.zeros(8, dtype=torch.long), Sampling(temperature=0.7))
+    want = logits.log_softmax(-1).gather(-1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, want, rtol=0, atol=1e-12)
+
+
+def test_greedy_takes_the_largest_and_ignores_seeds():
+    logits = torch.tensor([[0.0, 2.0, 1.0], [3.0, 2.0, 1.0]], dtype=torch.float64)
+    tokens, logprobs = draw(logits, torch.tensor([5, 9]), torch.tensor([0, 3]), Sampling(temperature=0, top_k=1))
+    assert tokens.tolist() == [1, 0]
+    torch.testing.assert_close(logprobs, logits.log_softmax(-1).amax(-1), rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize(
+    ("settings", "kept"),
+    [
+        # of 0.4, 0.3, 0.15, 0.1, 0.05
+        ({"top_k": 2}, {0: 4 / 7, 1: 3 / 7}),
+        ({"top_k": 5}, {0: 0.4, 1: 0.3, 2: 0.15, 3: 0.1, 4: 0.05}),
+        ({"top_p": 0.39}, {0: 1.0}),
+        ({"top_p": 0.41}, {0: 4 / 7, 1: 3 / 7}),
+        ({"top_p": 0.84}, {0: 0.4 / 0.85, 1: 0.3 / 0.85, 2: 0.15 / 0.85}),
+        # top-p counts within the top-k: 0.4 / 0.85 = 0.47 does not reach 0.5, 0.7 / 0.85 = 0.82 does
+        ({"top_k": 3, "top_p": 0.5}, {0: 4 / 7, 1: 3 / 7}),
+    ],
+)
+def test_truncation_keeps_and_renormalises(settings, kept):
+    order = torch.tensor([3, 0, 4, 1, 2])  # place of each probability, so that sorting matters
+    probabilities = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05], dtype=torch.float64)
+    shuffled = torch.empty_like(probabilities)
+    shuffled[order] = probabilities
+    got = truncate(shuffled.log()[None], Sampling(**settings))[0].exp()
+    want = torch.zeros_like(probabilities)
+    for rank, probability in kept.items():
+        want[order[rank]] = probability
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+
+
+def test_truncated_draws_stay_inside_and_carry_renormalised_logprobs():
+    probabilities = torch.tensor([0.05, 0.4, 0.1, 0.3, 0.15], dtype=torch.float64)
+    seeds = torch.arange(2000)
+    tokens, logprobs = draw(
+        probabilities.log().expand(2000, -1), seeds, torch.zeros_like(seeds), Sampling(top_k=2)
+    )
+    assert set(tokens.tolist()) == {1, 3}
+    want = torch.where(tokens == 1, math.log(4 / 7), math.log(3 / 7)).double()
+    torch.testing.assert_close(logprobs, want, rtol=0, atol=1e-7)
