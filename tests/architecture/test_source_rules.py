@@ -107,7 +107,7 @@ def test_names_of_test_files_are_unique():
 
 
 def test_every_room_of_the_tests_is_a_room_of_the_source():
-    beside = {"architecture", "data", "golden", "invariants", "slow", "tools", "end_to_end"}
+    beside = {"architecture", "data", "golden", "invariants", "slow", "gpu", "tools", "end_to_end"}
     folders = {path.name for path in (ROOT / "tests").iterdir() if path.is_dir() and path.name != "__pycache__"}
     rooms = {path.name for path in PACKAGE.iterdir() if path.is_dir()}
     assert folders - beside - rooms == set()

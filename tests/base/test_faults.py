@@ -36,7 +36,9 @@ def test_strikes_once(monkeypatch):
     assert got == [signal.SIGTERM]
 
 
-@pytest.mark.parametrize(("wanted", "ranks"), [("step=1,phase=a,kind=sigint", [0]), ("step=1,phase=a,kind=sigint,rank=1", [1])])
+@pytest.mark.parametrize(
+    ("wanted", "ranks"), [("step=1,phase=a,kind=sigint", [0]), ("step=1,phase=a,kind=sigint,rank=1", [1])]
+)
 def test_belongs_to_one_rank(monkeypatch, wanted, ranks):
     monkeypatch.setenv(faults.VARIABLE, wanted)
     assert [rank for rank in range(3) if faults.asked_for(rank) is not None] == ranks

@@ -23,7 +23,8 @@ def test_bytes(count, text):
 
 
 @pytest.mark.parametrize(
-    ("seconds", "text"), [(0, "0:00"), (59.6, "1:00"), (75, "1:15"), (3700, "1:01:40"), (36000, "10:00:00"), (-3, "0:00")]
+    ("seconds", "text"),
+    [(0, "0:00"), (59.6, "1:00"), (75, "1:15"), (3700, "1:01:40"), (36000, "10:00:00"), (-3, "0:00")],
 )
 def test_seconds(seconds, text):
     assert seconds_text(seconds) == text

@@ -5,12 +5,11 @@ import os
 import secrets
 import subprocess
 import sys
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
-from runs import write_lines
+from runs import assert_no_process_has, write_lines
 
 HERE = Path(__file__).parent
 REWARD = """
@@ -39,25 +38,6 @@ class Started:
         texts = [(self.folder / name).read_text() for name in ("stdout", "stderr")]
         assert "Traceback" not in texts[1], texts[1]
         return Outcome(code, *texts)
-
-
-def assert_no_process_has(mark, seconds=5.0):
-    """Processes that inherited the mark: guards of reward workers need a moment to end after a kill."""
-    deadline = time.monotonic() + seconds
-    while left := processes_with(mark):
-        assert time.monotonic() < deadline, left
-        time.sleep(0.02)
-
-
-def processes_with(mark):
-    found = []
-    for entry in Path("/proc").glob("[0-9]*"):
-        try:
-            if f"ULLAGE_TEST_MARK={mark}".encode() in (entry / "environ").read_bytes():
-                found.append((entry.name, (entry / "cmdline").read_bytes().replace(b"\0", b" ")))
-        except OSError:  # it has ended meanwhile, or is a zombie
-            continue
-    return found
 
 
 class ForkServer:

@@ -1,7 +1,8 @@
-"""Reading what runs left behind, and comparing it."""
+"""What runs leave behind: files, read and compared, and processes, of which there must be none."""
 
 import json
 import time
+from pathlib import Path
 
 TIMED = ("time/", "memory/")
 
@@ -46,3 +47,22 @@ def wait_for(condition, seconds=60.0):
     while not condition():
         assert time.monotonic() < deadline
         time.sleep(0.02)
+
+
+def assert_no_process_has(mark, seconds=5.0):
+    """Processes that inherited the mark: guards of reward workers need a moment to end after a kill."""
+    deadline = time.monotonic() + seconds
+    while left := processes_with(mark):
+        assert time.monotonic() < deadline, left
+        time.sleep(0.02)
+
+
+def processes_with(mark):
+    found = []
+    for entry in Path("/proc").glob("[0-9]*"):
+        try:
+            if f"ULLAGE_TEST_MARK={mark}".encode() in (entry / "environ").read_bytes():
+                found.append((entry.name, (entry / "cmdline").read_bytes().replace(b"\0", b" ")))
+        except OSError:  # it has ended meanwhile, or is a zombie
+            continue
+    return found

@@ -7,9 +7,6 @@ import shutil
 import pytest
 from runs import contents, metrics_of, outcome_of, write_lines
 
-# --- the config ---
-
-
 def fails(ullage, arguments, code, runs):
     """The two lines that `ullage train` ends with; it must leave no run behind."""
     outcome = ullage(*arguments)
@@ -25,6 +22,9 @@ def fails(ullage, arguments, code, runs):
 @pytest.fixture
 def runs(tmp_path):
     return tmp_path / "runs"
+
+
+# --- the config ---
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def test_a_missing_column(ullage, task, tmp_path, runs):
     data = write_lines(tmp_path / "data.jsonl", [{"text": "1=", "answer": "1"}] * 4)
     cause, remedy = fails(ullage, task.arguments(runs, "bad", data__train_files=data), 65, runs)
     assert f"{data}:1" in cause
-    assert "answer, text" in cause
+    assert cause.endswith("columns found: text, answer")
     assert "data.columns" in remedy
 
 
@@ -254,12 +254,11 @@ def test_too_many_updates_that_are_not_finite(ullage, task, tmp_path):
 def test_a_dead_logger_changes_nothing(ullage, task, tmp_path):
     few = {"trainer__total_training_steps": 2}
     assert ullage(*task.arguments(tmp_path, "without", **few)).code == 0
-    loggers = {"trainer__logger": "[console,wandb]"}
-    # An address nobody listens on, and no key: wandb gives up, or tries for ever.
-    offline = {"WANDB_MODE": "online", "WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "x" * 40}
-    outcome = ullage(*task.arguments(tmp_path, "with", **few, **loggers), **offline)
+    (tmp_path / "wandb.py").write_text("raise RuntimeError('no such server')\n")
+    path = os.pathsep.join([str(tmp_path), os.environ["PYTHONPATH"]])
+    outcome = ullage(*task.arguments(tmp_path, "with", **few, trainer__logger="[console,wandb]"), PYTHONPATH=path)
     assert outcome.code == 0, outcome.stderr
-    assert "logger wandb is off, training goes on" in outcome.stderr
+    assert "logger wandb is off, training goes on: RuntimeError: no such server" in outcome.stderr
     assert metrics_of(tmp_path / "with") == metrics_of(tmp_path / "without")
 
 

@@ -7,8 +7,15 @@ import subprocess
 import sys
 
 import pytest
-from conftest import assert_no_process_has, processes_with
-from runs import assert_same_run, metrics_of, outcome_of, samples_of, wait_for
+from runs import (
+    assert_no_process_has,
+    assert_same_run,
+    metrics_of,
+    outcome_of,
+    processes_with,
+    samples_of,
+    wait_for,
+)
 from safetensors.torch import load_file
 
 RATE = 1e-5

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 import torch
-from experience_samples import CPU
 
+from experience_samples import CPU
 from ullage.engine.measure import MemoryProbe
 
 MIB = 1 << 20

@@ -4,8 +4,8 @@ from contextlib import nullcontext
 
 import pytest
 import torch
-from experience_samples import load, make_config, make_experience, make_train_batch, stay_double
 
+from experience_samples import load, make_config, make_experience, make_train_batch, stay_double
 from ullage.algorithms.grpo import Algorithm
 from ullage.base.communicator import Solo
 from ullage.batch.pack import Limits

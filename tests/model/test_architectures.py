@@ -4,9 +4,9 @@ import functools
 
 import pytest
 import torch
-from experience_samples import load, rollouts_of, stay_double, tokens
 from transformers import AutoModelForCausalLM
 
+from experience_samples import load, rollouts_of, stay_double, tokens
 from ullage.batch.pack import Limits
 from ullage.rollout.embedded.engine import Engine
 from ullage.rollout.sampling import GroupRequest, Sampling

@@ -2,15 +2,18 @@
 
 import pytest
 import torch
-from experience_samples import CPU
-from make_tiny_model import make_tokenizer
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from experience_samples import CPU
+from make_tiny_model import make_tokenizer
 from ullage.base.errors import ModelError
 from ullage.model.load import load_model
 
 REFUSED = {
-    "bloom": ({"hidden_size": 32, "n_layer": 2, "n_head": 2}, r"attends in layers \[\] instead of once in each of its 2"),
+    "bloom": (
+        {"hidden_size": 32, "n_layer": 2, "n_head": 2},
+        r"attends in layers \[\] instead of once in each of its 2",
+    ),
     "codegen": ({"n_embd": 32, "n_layer": 2, "n_head": 4, "rotary_dim": 4}, r"attends in layers \[\]"),
     "rwkv": ({"hidden_size": 32, "num_hidden_layers": 2}, r"attends in layers \[\]"),
     "gptj": ({"n_embd": 32, "n_layer": 1, "n_head": 2, "rotary_dim": 4}, "has an attention of its own"),

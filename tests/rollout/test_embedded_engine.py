@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from experience_samples import load, rollouts_of, tokens
 
+from experience_samples import load, rollouts_of, tokens
 from ullage.base.errors import DoesNotFitError, NumericsError
 from ullage.batch.pack import Limits
 from ullage.rollout.embedded.engine import Engine

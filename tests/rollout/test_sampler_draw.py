@@ -116,9 +116,7 @@ def test_truncation_keeps_and_renormalises(settings, kept):
 def test_truncated_draws_stay_inside_and_carry_renormalised_logprobs():
     probabilities = torch.tensor([0.05, 0.4, 0.1, 0.3, 0.15], dtype=torch.float64)
     seeds = torch.arange(2000)
-    tokens, logprobs = draw(
-        probabilities.log().expand(2000, -1), seeds, torch.zeros_like(seeds), Sampling(top_k=2)
-    )
+    tokens, logprobs = draw(probabilities.log().expand(2000, -1), seeds, torch.zeros_like(seeds), Sampling(top_k=2))
     assert set(tokens.tolist()) == {1, 3}
     want = torch.where(tokens == 1, math.log(4 / 7), math.log(3 / 7)).double()
     torch.testing.assert_close(logprobs, want, rtol=0, atol=1e-7)

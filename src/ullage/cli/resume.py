@@ -85,7 +85,7 @@ def _continue(directory: RunDirectory, config: Config, changed: list[Change], st
                 _say(f"config: {change}")
                 writer.event(f"{time.strftime('%Y-%m-%dT%H:%M:%S')} resumed with {change}")
             writer.close()
-        if not directory.metrics.exists():  # a run that got further says itself where it goes on
+        if not any(directory.checkpoints.glob("step_*")):
             _say(f"{directory.path} has no checkpoint yet: starting from the beginning")
         code = launch(directory)
     finally:

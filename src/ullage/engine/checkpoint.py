@@ -130,7 +130,7 @@ def latest_verified(root: Path) -> tuple[Path, list[str]] | None:
 
 
 def continue_from(folder: Path) -> None:
-    """Make this checkpoint the one `latest_verified` looks at first; those of later steps are replaced as a run goes."""
+    """Make this checkpoint the one `latest_verified` looks at first; later steps are replaced as the run goes on."""
     with _writing(folder, {}):
         _write_latest(folder.parent, folder.name)
 

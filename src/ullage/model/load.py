@@ -48,7 +48,15 @@ def load_model(
         options["use_safetensors"] = True
     if wanted == torch.float64:
         options["experts_implementation"] = "eager"  # the grouped product of mixtures of experts stops at float32
-    module: PreTrainedModel = _guard(path, lambda: AutoModelForCausalLM.from_pretrained(**source, **options))
+    options["output_loading_info"] = True
+    module: PreTrainedModel
+    module, report = _guard(path, lambda: AutoModelForCausalLM.from_pretrained(**source, **options))
+    if report["missing_keys"]:  # transformers would go on with random numbers in their place
+        missing = sorted(report["missing_keys"])
+        raise ModelError(
+            f"{path} lacks {len(missing)} of the model's tensors, such as {missing[0]}",
+            "copy or download the model again",
+        )
     module = module.to(device=target.device).eval()  # type: ignore[call-arg]  # transformers wraps it without types
     for parameter in module.parameters():  # not the buffers: rotary frequencies in bf16 would misplace far tokens
         parameter.data = parameter.data.to(wanted)

@@ -70,7 +70,8 @@ def assemble(given: Surroundings, resume_from: Path | None) -> Trainer:
         seed=config.trainer.seed if config.data.seed is None else config.data.seed,
         shuffle=config.data.shuffle,
     )
-    engine = make_engine(config, model, prompt_tokens=longest_prompt(train, val))
+    samples = max(config.data.train_batch_size * config.actor_rollout_ref.rollout.n, num_evaluated(config, val))
+    engine = make_engine(config, model, prompt_tokens=longest_prompt(train, val), samples=samples)
     generator = Generator(engine, pool, model.tokenizer, config.reward, recorder, ranks, given.stop.poll)
     algorithm: Algorithm = extensions.find("algorithms", config.algorithm.name).Algorithm(config)
     actor = make_actor(config, model, ranks, recorder)
@@ -154,11 +155,16 @@ def longest_prompt(*sets: PromptSet | None) -> int:
     return max(len(prompt.token_ids) for prompts in sets if prompts for prompt in prompts.prompts)
 
 
-def make_engine(config: Config, model: LanguageModel, *, prompt_tokens: int) -> Engine:
+def num_evaluated(config: Config, val: PromptSet | None) -> int:
+    return len(val.prompts) * config.actor_rollout_ref.rollout.val_kwargs.n if val else 0
+
+
+def make_engine(config: Config, model: LanguageModel, *, prompt_tokens: int, samples: int) -> Engine:
+    """No more slots than samples ever wait for one, no more room per slot than the longest prompt needs."""
     rollout = config.actor_rollout_ref.rollout
     return Engine(
         model,
-        slots=rollout.max_num_seqs,
+        slots=min(rollout.max_num_seqs, samples),
         max_length=prompt_tokens + config.data.max_response_length,
         cache_tokens=None if rollout.kv_cache_tokens == "auto" else rollout.kv_cache_tokens,
     )

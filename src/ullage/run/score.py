@@ -16,6 +16,7 @@ from ullage.run.assemble import (
     longest_prompt,
     make_engine,
     make_evaluator,
+    num_evaluated,
     open_model,
     open_pool,
     report_overlong,
@@ -39,7 +40,7 @@ def evaluate_weights(config: Config, weights: str, view: View) -> Evaluation:
         data = config.data
         val = load_prompts(data.val_files, data, model.tokenizer, max_samples=data.val_max_samples)
         report_overlong(val, given.recorder)
-        engine = make_engine(config, model, prompt_tokens=longest_prompt(val))
+        engine = make_engine(config, model, prompt_tokens=longest_prompt(val), samples=num_evaluated(config, val))
         generator = Generator(
             engine, pool, model.tokenizer, config.reward, given.recorder, given.ranks, given.stop.poll
         )

@@ -65,7 +65,7 @@ class Trainer:
                 self.step(step, record)
                 if self._due(step, self.config.trainer.test_freq):
                     self.evaluate(step)
-            if self._due(step, self.config.trainer.save_freq):
+            if self._due(step, self.config.trainer.save_freq) or self._is_new_best(step):
                 self.keeper.save()
         self.keeper.export()
 
@@ -96,6 +96,10 @@ class Trainer:
             result = self.evaluator.evaluate(step)
         self.recorder.evaluation(step, result.metrics)
         self.keeper.consider(step, result.score)
+
+    def _is_new_best(self, step: int) -> bool:
+        """A run that keeps checkpoints keeps its best one, whenever it was."""
+        return self.config.trainer.save_freq > 0 and self.keeper.is_best(step)
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.total_steps or (every > 0 and step % every == 0)

@@ -84,7 +84,8 @@ class Keeper:
     def save(self) -> None:
         """Publish a checkpoint of the last complete step, then prune; an error on rank 0 is everybody's."""
         with self.recorder.phase("save"):
-            self._compare()
+            if self.is_best(self.step):
+                self.best = self.evaluated
             state = self._state()
             if state != self._saved:  # asked to stop right after a checkpoint: there is nothing new to save
                 self._on_first_rank(lambda: self._write(state))
@@ -114,11 +115,10 @@ class Keeper:
         with self.recorder.phase("export"):
             self._on_first_rank(self._write_final)
 
-    def _compare(self) -> None:
-        """The step about to be saved may be the best one that is."""
+    def is_best(self, step: int) -> bool:
+        """Whether this step was evaluated, and higher than any other that has a checkpoint."""
         now = self.evaluated
-        if now is not None and 0 < now.step == self.step and (self.best is None or now.score > self.best.score):
-            self.best = now
+        return now is not None and 0 < now.step == step and (self.best is None or now.score > self.best.score)
 
     def _on_first_rank(self, write: Callable[[], None]) -> None:
         error: UllageError | None = None

@@ -56,7 +56,7 @@ class Engine:
         self.slots = slots
         self.max_length = max_length
         per_sequence = pages_for(max_length) + 1  # one more for the copy of a partly filled prompt page
-        num_pages = pages_for(cache_tokens) if cache_tokens else 2 * slots * per_sequence
+        num_pages = pages_for(cache_tokens) if cache_tokens else slots * per_sequence
         self.pages = Pages(make_arena(model, num_pages))
         self._page_table = torch.zeros(slots, per_sequence, dtype=torch.long, device=model.target.device)
 
