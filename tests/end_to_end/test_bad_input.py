@@ -7,6 +7,7 @@ import shutil
 import pytest
 from runs import contents, metrics_of, outcome_of, write_lines
 
+
 def fails(ullage, arguments, code, runs):
     """The two lines that `ullage train` ends with; it must leave no run behind."""
     outcome = ullage(*arguments)

@@ -1,4 +1,4 @@
-"""SIGTERM and Ctrl-C save and stop with 75 and 130, wherever they come; the resumed run equals the uninterrupted one."""
+"""SIGTERM and Ctrl-C save and stop with 75 and 130, wherever they come; resumed, the run equals an unstopped one."""
 
 import os
 import signal

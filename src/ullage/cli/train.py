@@ -54,6 +54,7 @@ def start(
 
     from ullage.base.errors import PeerLostError, UllageError
     from ullage.config.load import resolved_yaml
+    from ullage.config.paths import anchored
     from ullage.run.launch import discard_if_untrained, launch
     from ullage.telemetry.run_directory import RunDirectory, write_atomically
 
@@ -63,7 +64,7 @@ def start(
     try:
         prepare()
         write_atomically(directory.config, yaml.safe_dump(given, sort_keys=False))
-        write_atomically(directory.resolved, resolved_yaml(config))
+        write_atomically(directory.resolved, resolved_yaml(anchored(config, Path.cwd())))
         code = launch(directory)
     except (UllageError, KeyboardInterrupt) as error:
         if getattr(error, "code", None) not in (UllageError.code, PeerLostError.code):  # those two send to the logs

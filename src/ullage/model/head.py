@@ -14,8 +14,8 @@ from torch import Tensor
 
 CHUNK_LOGITS = 1 << 24
 """Logits alive at once: 64 MiB in float32."""
-MIN_ROWS = 4
-"""CPU matrix products of fewer rows take another path, which rounds differently."""
+MIN_ROWS = 16
+"""CPU matrix products of fewer rows, divided among threads, take another path, which rounds differently."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)

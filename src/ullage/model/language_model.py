@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,6 +57,10 @@ class LanguageModel:
         """A Hugging Face folder that `transformers` and `vllm serve` load."""
         self.module.save_pretrained(folder, safe_serialization=True)
         self.tokenizer.save_pretrained(folder)
+        mask = os.umask(0)
+        os.umask(mask)
+        for path in folder.iterdir():  # safetensors makes its files private
+            path.chmod(0o666 & ~mask)
 
 
 def find_head(module: PreTrainedModel) -> Head:

@@ -40,8 +40,9 @@ def load_model(
     wanted = target.default_dtype if dtype == "auto" else DTYPES[dtype]
     source = _source(path)
     tokenizer = load_tokenizer(tokenizer_path or path, chat_template=chat_template)
-    _refuse_unpackable(_guard(path, lambda: AutoConfig.from_pretrained(**source)), path)
-    options: dict[str, Any] = {"dtype": wanted, "attn_implementation": attention.NAME}
+    config = _guard(path, lambda: AutoConfig.from_pretrained(**source))
+    _refuse_unpackable(config, path)
+    options: dict[str, Any] = {"config": config, "dtype": wanted, "attn_implementation": attention.NAME}
     if "gguf_file" in source:
         options["quantization_config"] = GgufConfig(dequantize=True)
     else:

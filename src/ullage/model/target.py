@@ -35,7 +35,7 @@ class Target:
     def wide_attention(self, dtype: torch.dtype) -> bool:
         """Whether attention is computed in float64 between float32 layers.
 
-        CPU matrix products give a row the same bits whatever rows surround it (from four rows on), so attention is
+        CPU matrix products give a row the same bits whatever rows surround it (from a dozen rows on), so attention is
         the only place where packing, batching and caching could round differently. In float64 they agree before the
         result is rounded to float32: rollout and trainer then see the same numbers, not just close ones.
         """

@@ -104,7 +104,7 @@ def open_pool(given: Surroundings) -> RewardPool:
     pool = RewardPool(given.config.reward)
     given.closing.callback(pool.close)
     for line in pool.descriptions:
-        given.recorder.event(f"reward: {line}")
+        given.recorder.event(f"reward function {line}")
     return pool
 
 

@@ -49,11 +49,8 @@ def _convert(weights: str, aside: Path, dtype: str | None) -> None:
 
 
 def _publish(aside: Path, out: Path) -> None:
-    """Give the files the permissions that new files get (safetensors makes them private), sync, rename."""
-    mask = os.umask(0)
-    os.umask(mask)
+    """Sync, then rename."""
     for path in aside.iterdir():
-        path.chmod(0o666 & ~mask)
         with path.open("rb") as file:
             os.fsync(file.fileno())
     if os.path.lexists(out):  # since the check at the start

@@ -69,13 +69,16 @@ class Collector:
             rewards_N=rewards,
             valid_N=torch.tensor([score.total is not None for score in scores], dtype=torch.bool),
         )
+        signal_N = self.algorithm.has_signal(experience)
+        self._report(tally, samples, scores, num_groups=len(prompts), with_signal=experience.group_N[signal_N].tolist())
         if not self.every_sample_counts:
-            experience = experience.with_signal(self.algorithm.has_signal(experience))
-        self._report(tally, experience, samples, scores)
+            experience = experience.with_signal(signal_N)
         self._log(step, prompts, order, samples, scores, texts)
         return experience
 
-    def _report(self, tally: Tally, experience: Experience, samples: list[Sample], scores: list[Score]) -> None:
+    def _report(
+        self, tally: Tally, samples: list[Sample], scores: list[Score], *, num_groups: int, with_signal: list[int]
+    ) -> None:
         for sample, score in zip(samples, scores, strict=True):
             tally.add("reward/failed_fraction", score.total is None)
             tally.add("response/length_mean", len(sample.token_ids))
@@ -85,9 +88,7 @@ class Collector:
                 tally.add("reward/mean", score.total)
             for name, value in score.parts.items():
                 tally.add(f"reward/{name}", value)
-        with_signal = set(experience.group_N[experience.signal_N].tolist())
-        for group in range(len(experience.prompts)):
-            tally.add("group/zero_std_fraction", group not in with_signal)
+        tally.add("group/zero_std_fraction", num_groups - len(set(with_signal)), num_groups)
 
     def _log(
         self,

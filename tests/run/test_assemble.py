@@ -1,0 +1,61 @@
+"""From config keys to limits, slots and the line that says how batch sizes combine."""
+
+import pytest
+
+from ullage.config.tree import Config
+from ullage.data.prompts import Prompt, PromptSet
+from ullage.model.load import load_model
+from ullage.model.target import Target
+from ullage.run.assemble import derivation, make_engine, make_limits
+
+CPU = Target("cpu", 0, (0, 0), 8 << 30)
+
+
+@pytest.fixture(scope="module")
+def model(tiny_model):
+    return load_model(str(tiny_model), CPU)
+
+
+def make_config(*, actor=None, rollout=None, **data):
+    return Config.model_validate({"data": data, "actor_rollout_ref": {"actor": actor or {}, "rollout": rollout or {}}})
+
+
+@pytest.mark.parametrize(
+    ("data", "actor", "tokens", "sequences"),
+    [
+        ({"max_prompt_length": 100, "max_response_length": 28}, {}, 8192, None),
+        ({"max_prompt_length": 8000, "max_response_length": 1000}, {}, 9000, None),  # one sequence must always fit
+        ({}, {"ppo_max_token_len_per_gpu": 2048, "ppo_micro_batch_size_per_gpu": 3}, 2048, 3),
+    ],
+)
+def test_limits_of_a_pass(model, data, actor, tokens, sequences):
+    limits = make_limits(make_config(actor=actor, **data), model)
+    assert (limits.max_tokens, limits.max_sequences) == (tokens, sequences)
+
+
+@pytest.mark.parametrize(("share", "expected"), [("auto", True), (True, True), (False, False)])
+def test_prompts_are_shared_where_that_is_exact(model, share, expected):
+    assert make_limits(make_config(actor={"share_prompt_prefix": share}), model).share_prefix is expected
+
+
+def prompt_set(*lengths):
+    prompts = tuple(
+        Prompt(id=n, token_ids=(5,) * length, prompt="", target=None, source="", extra={})
+        for n, length in enumerate(lengths)
+    )
+    return PromptSet(prompts=prompts, fingerprint="", num_rows=len(prompts), num_overlong=0, overlong="drop")
+
+
+def test_slots_and_room_are_no_more_than_the_data_needs(model):
+    config = make_config(train_batch_size=2, max_response_length=10, rollout={"n": 3, "val_kwargs": {"n": 4}})
+    engine = make_engine(config, model, prompt_set(4, 7), None)
+    assert (engine.slots, engine.max_length) == (6, 17)
+    engine = make_engine(config, model, prompt_set(4, 7), prompt_set(9, 1))
+    assert (engine.slots, engine.max_length) == (8, 19)
+
+
+def test_how_the_batch_sizes_combine():
+    config = make_config(train_batch_size=10, actor={"ppo_mini_batch_size": 4, "ppo_epochs": 2}, rollout={"n": 5})
+    assert derivation(config, 2) == (
+        "each step: 10 prompts x 5 samples = 50 sequences on 2 rank(s), 6 optimizer update(s) of 4 prompts"
+    )
