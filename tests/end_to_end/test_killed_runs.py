@@ -109,8 +109,8 @@ def test_other_data_is_refused(ullage, task, tmp_path):
 
 
 def test_in_another_process(ullage, task, tmp_path, uninterrupted):
-    """Other memory addresses, another hash seed, other imports than in forks of one process."""
-    fault = {"ULLAGE_FAULT": "step=4,phase=update,kind=sigkill"}
+    """Other memory addresses, another hash seed, other imports than in forks of one process; and somebody's job."""
+    fault = {"ULLAGE_FAULT": "step=4,phase=update,kind=sigkill", "RANK": "1", "WORLD_SIZE": "2"}
     command = [sys.executable, "-m", "ullage", *task.arguments(tmp_path, "killed")]
     assert subprocess.run(command, env=os.environ | fault, check=False).returncode == -9
     assert ullage("resume", tmp_path / "killed").code == 0

@@ -78,7 +78,7 @@ def test_a_signal_while_the_program_loads_is_not_lost(ullage, task, tmp_path, un
         text=True,
     )
     wait_for(lambda: (run / "resolved.yaml").exists())
-    time.sleep(0.05)
+    time.sleep(0.2)  # it listens now, and imports torch
     process.send_signal(signal.SIGTERM)
     _, stderr = process.communicate(timeout=60)
     assert (process.returncode, stderr.count("Traceback")) == (75, 0), stderr

@@ -6,7 +6,7 @@ from ullage.config.tree import Config
 from ullage.data.prompts import Prompt, PromptSet
 from ullage.model.load import load_model
 from ullage.model.target import Target
-from ullage.run.assemble import derivation, make_engine, make_limits
+from ullage.run.assemble import derivation, longest_prompt, make_engine, make_limits, num_evaluated
 
 CPU = Target("cpu", 0, (0, 0), 8 << 30)
 
@@ -47,11 +47,13 @@ def prompt_set(*lengths):
 
 
 def test_slots_and_room_are_no_more_than_the_data_needs(model):
-    config = make_config(train_batch_size=2, max_response_length=10, rollout={"n": 3, "val_kwargs": {"n": 4}})
-    engine = make_engine(config, model, prompt_set(4, 7), None)
-    assert (engine.slots, engine.max_length) == (6, 17)
-    engine = make_engine(config, model, prompt_set(4, 7), prompt_set(9, 1))
-    assert (engine.slots, engine.max_length) == (8, 19)
+    train, val = prompt_set(4, 7), prompt_set(9, 1)
+    assert (longest_prompt(train, None), longest_prompt(train, val)) == (7, 9)
+    config = make_config(max_response_length=10, rollout={"max_num_seqs": 6, "val_kwargs": {"n": 4}})
+    assert (num_evaluated(config, val), num_evaluated(config, None)) == (8, 0)
+    engine = make_engine(config, model, prompt_tokens=9, samples=5)
+    assert (engine.slots, engine.max_length) == (5, 19)
+    assert make_engine(config, model, prompt_tokens=9, samples=8).slots == 6
 
 
 def test_how_the_batch_sizes_combine():

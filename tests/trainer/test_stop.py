@@ -57,7 +57,7 @@ def test_handlers_are_given_back():
 
 def test_a_signal_that_was_blocked_is_heard():
     signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGTERM])
-    os.kill(os.getpid(), signal.SIGTERM)
+    signal.pthread_kill(threading.get_ident(), signal.SIGTERM)  # to this thread: others of the test's do not block it
     with Stop().installed() as stop:
         assert stop.requested == signal.SIGTERM
 
