@@ -32,7 +32,7 @@ def _can_reset():
 
 
 PHASES = """
-
+import torch
 from ullage.engine.measure import MemoryProbe
 from ullage.model.target import Target
 

@@ -26,7 +26,7 @@ def group_relative(rewards_N: Tensor, group_N: Tensor, valid_N: Tensor, *, divid
 
 
 def rloo(rewards_N: Tensor, group_N: Tensor, valid_N: Tensor) -> Tensor:
-    """RLOO (arXiv:2402.14740 eq. 9): reward minus the mean of the group's other members = n/(n-1) (R - mean).
+    """RLOO (arXiv:2402.14740): reward minus the mean of the group's other members = n/(n-1) (R - mean).
 
     A group of one has no others: its reward is the advantage.
     """

@@ -4,6 +4,8 @@ The mask skips what the policy did not sample: credit crosses a tool's output as
 where the mask is 0.
 """
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 
@@ -19,9 +21,7 @@ def at_last_token(rewards_N: Tensor, mask_NT: Tensor) -> Tensor:
     return torch.where(mask & (tokens_left_NT == 1), rewards_N[:, None], 0.0)
 
 
-def gae(
-    rewards_NT: Tensor, values_NT: Tensor, mask_NT: Tensor, *, gamma: float, lam: float
-) -> tuple[Tensor, Tensor]:
+def gae(rewards_NT: Tensor, values_NT: Tensor, mask_NT: Tensor, *, gamma: float, lam: float) -> tuple[Tensor, Tensor]:
     """Generalised advantage estimation (arXiv:1506.02438 eq. 16): (advantages, returns), before any whitening.
 
     A_t = d_t + gamma lam A_next and d_t = r_t + gamma V_next - V_t, where `next` is the next sampled token and both
@@ -68,7 +68,7 @@ def remax(rewards_NT: Tensor, baseline_N: Tensor, mask_NT: Tensor) -> tuple[Tens
 
 def gdpo(
     rewards_NK: Tensor,
-    weights_K: Tensor,
+    weights_K: Sequence[float],
     group_N: Tensor,
     valid_N: Tensor,
     mask_NT: Tensor,

@@ -33,7 +33,7 @@ def importance_weights(
 ) -> Tensor:
     """Constant factors for the loss of each token: rho of the `token`, or the product over its `sequence`.
 
-    Without `low`: truncated importance sampling, min(rho, high) (arXiv:2510.18927, after Ionides 2008). With it:
+    Without `low`: truncated importance sampling, min(rho, high) (Ionides 2008, doi:10.1198/106186008X320456). With it:
     IcePop (arXiv:2510.18855), rho within [low, high] and 0 outside.
     """
     log_rho = _log_rho(old_logprobs_NT, rollout_logprobs_NT, mask_NT)

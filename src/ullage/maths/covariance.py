@@ -1,7 +1,7 @@
-"""Losses that treat a few tokens specially: those whose log-prob and advantage vary together, which drive entropy down.
+"""Losses that hold back the tokens whose log-prob and advantage vary together, for these drive the entropy down.
 
-Clip-Cov and KL-Cov (arXiv:2505.22617). Which tokens is decided once for a whole mini-batch over all ranks (`..._select`,
-a pass before the update); the losses take that choice, so no division into micro-batches or ranks changes them.
+Clip-Cov and KL-Cov (arXiv:2505.22617). Which tokens is decided once for a whole mini-batch of all ranks, in a pass
+before the update (`..._select`); the losses take that choice, so no division into micro-batches or ranks changes them.
 """
 
 import torch
@@ -57,7 +57,10 @@ def clip_cov(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """Clip-Cov (arXiv:2505.22617 eq. 11): PPO's clipped loss, 0 on selected tokens; no dual clip."""
+    """Clip-Cov (arXiv:2505.22617): PPO's clipped loss, 0 on selected tokens; no dual clip.
+
+    Gives (loss, where it has no gradient by either clip).
+    """
     ratio = torch.exp(log_ratio(logprobs_NT, old_logprobs_NT))
     loss, clipped = clipped_by_ratio(ratio, advantages_NT, clip_low=clip_low, clip_high=clip_high)
     return torch.where(selected_NT, 0.0, loss), clipped | selected_NT
@@ -85,7 +88,7 @@ def kl_cov_select(
 def kl_cov(
     logprobs_NT: Tensor, old_logprobs_NT: Tensor, advantages_NT: Tensor, selected_NT: Tensor, *, coefficient: float
 ) -> Tensor:
-    """KL-Cov (arXiv:2505.22617 eq. 13): -A r without a clip, plus coefficient |log r| on selected tokens."""
+    """KL-Cov (arXiv:2505.22617): -A r without a clip, plus coefficient |log r| on selected tokens."""
     log_ratio_NT = log_ratio(logprobs_NT, old_logprobs_NT)
     penalty = torch.where(selected_NT, coefficient * log_ratio_NT.abs(), 0.0)
     return -advantages_NT * torch.exp(log_ratio_NT) + penalty
@@ -125,13 +128,14 @@ def _covariance(
     return torch.where(mask, centred, 0.0), tokens
 
 
-def _highest(
-    scores_NT: Tensor, candidates_NT: Tensor, noise_NT: Tensor, count: int, ranks: Communicator
-) -> Tensor:
+def _highest(scores_NT: Tensor, candidates_NT: Tensor, noise_NT: Tensor, count: int, ranks: Communicator) -> Tensor:
     """Mask of the `count` candidates of highest score over all ranks, equal scores ordered by noise."""
-    mine = sorted(zip(scores_NT[candidates_NT].tolist(), noise_NT[candidates_NT].tolist(), strict=True), reverse=True)
-    highest = sorted((tuple(pair) for part in ranks.gather(mine[:count]) for pair in part), reverse=True)[:count]
+    scores, noise = scores_NT[candidates_NT], noise_NT[candidates_NT]
+    order = noise.argsort(descending=True)
+    order = order[scores[order].argsort(descending=True, stable=True)][:count]
+    mine = torch.stack([scores[order], noise[order]], dim=1).tolist()
+    highest: list[tuple[float, float]] = sorted((tuple(pair) for part in ranks.gather(mine) for pair in part), reverse=True)[:count]
     if not highest:
         return torch.zeros_like(candidates_NT)
-    score, noise = highest[-1]
-    return candidates_NT & ((scores_NT > score) | ((scores_NT == score) & (noise_NT >= noise)))
+    last_score, last_noise = highest[-1]
+    return candidates_NT & ((scores_NT > last_score) | ((scores_NT == last_score) & (noise_NT >= last_noise)))

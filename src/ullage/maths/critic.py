@@ -7,9 +7,7 @@ from ullage.base.communicator import Communicator
 from ullage.maths.masked import ALONE, statistics
 
 
-def value_loss(
-    values_NT: Tensor, old_values_NT: Tensor, returns_NT: Tensor, *, clip: float
-) -> tuple[Tensor, Tensor]:
+def value_loss(values_NT: Tensor, old_values_NT: Tensor, returns_NT: Tensor, *, clip: float) -> tuple[Tensor, Tensor]:
     """Half the squared error, with the value kept within `clip` of the old one: (loss, where that was active).
 
     The larger of the two errors counts, so clipping never helps the critic (arXiv:2005.12729 §3).
@@ -19,9 +17,7 @@ def value_loss(
     return 0.5 * torch.maximum(free_error, kept_error), kept_error > free_error
 
 
-def explained_variance(
-    values_NT: Tensor, returns_NT: Tensor, mask_NT: Tensor, ranks: Communicator = ALONE
-) -> float:
+def explained_variance(values_NT: Tensor, returns_NT: Tensor, mask_NT: Tensor, ranks: Communicator = ALONE) -> float:
     """1 - var(returns - values) / (var(returns) + 1e-5): 1 for a perfect critic, 0 for a constant one.
 
     0 for fewer than two tokens.

@@ -53,8 +53,7 @@ def _chance_to_win(sizes: tuple[int, ...], k: int) -> Mapping[int, float]:
         others = list(sizes)
         others.remove(size)
         wins = sum(
-            (math.comb(size, votes) * _ways_not_to_lose(others, votes, k - votes) for votes in range(1, size + 1)),
-            Fraction(0),
+            math.comb(size, votes) * _ways_not_to_lose(others, votes, k - votes) for votes in range(1, min(size, k) + 1)
         )
         chances[size] = float(wins / subsets)
     return chances

@@ -80,7 +80,7 @@ def sapo(
     `seq-mean-token-mean`.
     """
     ratio = torch.exp(log_ratio(logprobs_NT, old_logprobs_NT))
-    tau = torch.where(advantages_NT > 0, tau_positive, tau_negative).to(ratio.dtype)
+    tau = torch.where(advantages_NT > 0, torch.full_like(ratio, tau_positive), tau_negative)
     return -advantages_NT * torch.sigmoid(tau * (ratio - 1)) * (4 / tau)
 
 
@@ -92,7 +92,7 @@ def gpg(logprobs_NT: Tensor, advantages_NT: Tensor) -> Tensor:
 def cispo(
     logprobs_NT: Tensor, old_logprobs_NT: Tensor, advantages_NT: Tensor, *, clip_low: float, clip_high: float
 ) -> tuple[Tensor, Tensor]:
-    """CISPO (arXiv:2506.13585 eq. 4): -A log p times the clipped ratio as a constant, so every token has a gradient."""
+    """CISPO (arXiv:2506.13585): -A log p times the clipped ratio as a constant, so every token has a gradient."""
     ratio = torch.exp(log_ratio(logprobs_NT, old_logprobs_NT)).detach()
     weight = ratio.clamp(1 - clip_low, 1 + clip_high)
     return -weight * advantages_NT * logprobs_NT, weight != ratio
@@ -107,7 +107,7 @@ def geo_mean(
     clip_low: float,
     clip_high: float,
 ) -> tuple[Tensor, Tensor]:
-    """GMPO (arXiv:2507.20673 eq. 4): minus the advantage times the geometric mean of the sequence's clipped ratios.
+    """GMPO (arXiv:2507.20673): minus the advantage times the geometric mean of the sequence's clipped ratios.
 
     Log-ratios are clipped (above by `clip_high` where A > 0, below by `-clip_low` where A < 0), then averaged; the
     advantage is the mean over the sequence. The loss belongs to the sequence: each of its n tokens carries it times

@@ -17,7 +17,7 @@ EPSILON = 1e-8
 class Statistics(NamedTuple):
     """Of the tokens under a mask, over all ranks."""
 
-    count: float
+    tokens: float
     mean: float
     variance: float
     """With n - 1; 0 for fewer than two tokens."""
@@ -26,7 +26,7 @@ class Statistics(NamedTuple):
 def row_mean(x_NT: Tensor, mask_NT: Tensor) -> Tensor:
     """[N] mean of each sequence's tokens; 0 for a sequence without any."""
     total_N = torch.where(mask_NT.bool(), x_NT, 0.0).sum(-1)
-    return total_N / (mask_NT.sum(-1) + EPSILON)
+    return total_N / (mask_NT.sum(-1).to(x_NT.dtype) + EPSILON)
 
 
 def whitening_moments(x_NT: Tensor, mask_NT: Tensor, shift: float = 0.0) -> tuple[float, float, float]:
@@ -39,7 +39,7 @@ def whitening_moments(x_NT: Tensor, mask_NT: Tensor, shift: float = 0.0) -> tupl
 
 
 def statistics(x_NT: Tensor, mask_NT: Tensor, ranks: Communicator = ALONE) -> Statistics:
-    """Count, mean and variance in two passes, each summed over ranks."""
+    """Number, mean and variance in two passes, each summed over ranks."""
     count, total, _ = ranks.sum(whitening_moments(x_NT, mask_NT))
     if count < 2:
         return Statistics(count, total, 0.0)

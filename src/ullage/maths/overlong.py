@@ -8,5 +8,4 @@ def overlong_penalty(length: int, *, max_length: int, buffer: int, factor: float
     """
     if buffer <= 0:
         return 0.0
-    excess = length - (max_length - buffer)
-    return -max(excess, 0) / buffer * factor if excess > 0 else 0.0
+    return -max(length - (max_length - buffer), 0) / buffer * factor
