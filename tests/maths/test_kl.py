@@ -50,3 +50,35 @@ def test_k2_has_the_gradient_of_the_divergence():
     (want,) = torch.autograd.grad((logprobs.exp() * (logprobs - ref)).sum(), [logits], retain_graph=True)
     (got,) = torch.autograd.grad((logprobs.exp().detach() * kl.k2(logprobs, ref)).sum(), [logits])
     torch.testing.assert_close(got, want, rtol=0, atol=1e-14)
+
+
+@pytest.mark.parametrize("name", ["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"])
+def test_straight_through_has_the_value_of_its_base_and_the_gradient_of_k2(name):
+    logprobs = torch.tensor([-1.0, -0.3, -40.0], dtype=torch.float64, requires_grad=True)
+    ref = torch.tensor([-1.5, -0.7, -1.0], dtype=torch.float64)
+    values = kl.ESTIMATORS[f"{name}+"](logprobs, ref)
+    assert torch.equal(values, kl.ESTIMATORS[name](logprobs, ref))
+    (gradient,) = torch.autograd.grad(values.sum(), [logprobs])
+    assert gradient.tolist() == (logprobs - ref).tolist()
+
+
+def test_penalised_rewards_by_hand():
+    rewards = torch.tensor([[0.0, 0.0, 1.0]], dtype=torch.float64)
+    divergence = torch.tensor([[0.5, math.nan, -0.25]], dtype=torch.float64)
+    got = kl.penalised_rewards(rewards, divergence, torch.tensor([[1, 0, 1]]), 0.1)
+    assert got.tolist() == [[-0.05, 0.0, 1.025]]
+
+
+@pytest.mark.parametrize(
+    ("measured", "want"),
+    [
+        (6.0, 0.2),
+        (6.3, 0.2 * (1 + 0.05 * 256 / 10_000)),
+        (12.0, 0.2 * (1 + 0.2 * 256 / 10_000)),  # an error of 1 counts as 0.2
+        (0.0, 0.2 * (1 - 0.2 * 256 / 10_000)),
+        (-3.0, 0.2 * (1 - 0.2 * 256 / 10_000)),
+    ],
+)
+def test_adaptive_coefficient_by_hand(measured, want):
+    got = kl.new_coefficient(0.2, kl=measured, target=6.0, horizon=10_000, batch_size=256)
+    assert got == pytest.approx(want, rel=1e-14)

@@ -134,8 +134,8 @@ def _highest(scores_NT: Tensor, candidates_NT: Tensor, noise_NT: Tensor, count: 
     order = noise.argsort(descending=True)
     order = order[scores[order].argsort(descending=True, stable=True)][:count]
     mine = torch.stack([scores[order], noise[order]], dim=1).tolist()
-    highest: list[tuple[float, float]] = sorted((tuple(pair) for part in ranks.gather(mine) for pair in part), reverse=True)[:count]
-    if not highest:
+    everyone = sorted((pair for part in ranks.gather(mine) for pair in part), reverse=True)
+    if not everyone:
         return torch.zeros_like(candidates_NT)
-    last_score, last_noise = highest[-1]
+    last_score, last_noise = map(float, everyone[:count][-1])
     return candidates_NT & ((scores_NT > last_score) | ((scores_NT == last_score) & (noise_NT >= last_noise)))
