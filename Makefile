@@ -17,7 +17,7 @@ TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format slow gpu gsm8k clean
+.PHONY: help demo test lint format slow algorithms gpu gsm8k clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -41,6 +41,9 @@ format: $(VENV)/.development-installed ## Format the code and apply safe fixes
 
 slow: $(VENV)/.development-installed ## Run the tests that take minutes
 	$(TEST) -m slow --timeout 3600
+
+algorithms: $(VENV)/.development-installed ## Train with the algorithms that `make test` leaves out (minutes)
+	$(TEST) -m slow tests/end_to_end/test_algorithms.py
 
 gpu: $(VENV)/.development-installed ## Run the tests that need a CUDA device
 	$(TEST) -m gpu tests/gpu

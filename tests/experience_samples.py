@@ -6,7 +6,7 @@ from unittest import mock
 import torch
 from torch.nn import functional
 
-from ullage.algorithms.grpo import Algorithm
+from ullage.algorithms._compose import compose
 from ullage.base.communicator import Solo
 from ullage.batch.pack import Limits
 from ullage.batch.stages import Rollouts, pad_rows
@@ -48,6 +48,7 @@ def make_rollouts(seed=0, prompt_lengths=PROMPT_LENGTHS, response_lengths=RESPON
         prompts=prompts,
         order_G=torch.arange(len(prompts)),
         group_N=torch.arange(num) * len(prompts) // num,
+        sample_N=torch.arange(num),
         responses=responses,
         mask_NT=mask,
         rollout_logprobs_NT=torch.zeros(num, width, dtype=torch.float64),
@@ -62,6 +63,7 @@ def rollouts_of(prompts, samples):
         prompts=tuple(prompts),
         order_G=torch.arange(len(prompts)),
         group_N=torch.tensor([sample.group for sample in samples]),
+        sample_N=torch.arange(len(samples)),
         responses=tuple(sample.token_ids for sample in samples),
         mask_NT=pad_rows([[1.0] * len(sample.token_ids) for sample in samples], width=width, dtype=torch.bool),
         rollout_logprobs_NT=pad_rows([sample.logprobs for sample in samples], width=width, dtype=torch.float64),
@@ -69,10 +71,13 @@ def rollouts_of(prompts, samples):
     )
 
 
-def make_config(**actor):
+def make_config(algorithm="grpo", **actor):
     """A config with these actor settings, for the batches made here."""
     data = {"train_batch_size": len(PROMPT_LENGTHS), "max_response_length": 16}
-    return Config.model_validate({"data": data, "actor_rollout_ref": {"actor": actor}})
+    reward = {"functions": [{"name": "length"}]}
+    return Config.model_validate(
+        {"data": data, "actor_rollout_ref": {"actor": actor}, "algorithm": {"name": algorithm}, "reward": reward}
+    )
 
 
 def make_experience(model, *, temperature=1.0):
@@ -92,9 +97,10 @@ def make_experience(model, *, temperature=1.0):
 
 
 def make_train_batch(experience, config):
-    """The one mini-batch of a GRPO step, with its token weights."""
-    batch = Algorithm(config).assign_credit(experience, Solo())
-    (mini_batch,) = Schedule(config, Solo()).mini_batches(batch, step=0)
+    """The one mini-batch of a step, with its token weights."""
+    algorithm = compose(config)
+    batch = algorithm.assign_credit(experience, Solo())
+    (mini_batch,) = Schedule(config, algorithm.aggregation, Solo()).mini_batches(batch, step=0)
     return mini_batch
 
 

@@ -5,7 +5,7 @@ import math
 import pytest
 import torch
 
-from ullage.algorithms.grpo import Algorithm
+from ullage.algorithms._compose import compose
 from ullage.base.communicator import Solo
 from ullage.batch.stages import Rollouts
 from ullage.config.tree import Config
@@ -20,6 +20,7 @@ def make_experience(rewards, valid=(True, True, True, True)):
         prompts=((5,), (6,)),
         order_G=torch.arange(2),
         group_N=torch.tensor([0, 0, 1, 1]),
+        sample_N=torch.arange(4),
         responses=((3, 9, 2), (4, 2), (2,), (3, 2)),
         mask_NT=torch.tensor([[1, 0, 1], [1, 1, 0], [1, 0, 0], [1, 1, 0]], dtype=torch.bool),
         rollout_logprobs_NT=torch.zeros(4, 3),
@@ -29,7 +30,7 @@ def make_experience(rewards, valid=(True, True, True, True)):
 
 
 def test_credit_is_spread_over_sampled_tokens_only():
-    batch = Algorithm(make_config()).assign_credit(make_experience([1.0, 0.0, 2.0, 2.0]), Solo())
+    batch = compose(make_config()).assign_credit(make_experience([1.0, 0.0, 2.0, 2.0]), Solo())
     advantage = 0.5 / (math.sqrt(0.5) + 1e-6)
     want = [[advantage, 0, advantage], [-advantage, -advantage, 0], [0, 0, 0], [0, 0, 0]]
     torch.testing.assert_close(batch.advantages_NT, torch.tensor(want, dtype=torch.float64), rtol=0, atol=1e-12)
@@ -37,12 +38,12 @@ def test_credit_is_spread_over_sampled_tokens_only():
 
 def test_dr_grpo_leaves_out_the_deviation():
     config = make_config(algorithm={"norm_adv_by_std_in_grpo": False})
-    batch = Algorithm(config).assign_credit(make_experience([1.0, 0.0, 2.0, 2.0]), Solo())
+    batch = compose(config).assign_credit(make_experience([1.0, 0.0, 2.0, 2.0]), Solo())
     assert batch.advantages_NT[:, 0].tolist() == [0.5, -0.5, 0.0, 0.0]
 
 
 def test_groups_of_equal_rewards_have_no_signal():
-    algorithm = Algorithm(make_config())
+    algorithm = compose(make_config())
     assert algorithm.has_signal(make_experience([1.0, 0.0, 2.0, 2.0])).tolist() == [True, True, False, False]
     experience = make_experience([1.0, 0.0, 2.0, 5.0], valid=(True, True, False, True))
     assert algorithm.has_signal(experience).tolist() == [True, True, False, True]
@@ -57,7 +58,7 @@ def test_groups_of_equal_rewards_have_no_signal():
     ],
 )
 def test_loss_clips_as_configured(actor, low, high, dual):
-    algorithm = Algorithm(make_config(actor))
+    algorithm = compose(make_config(actor))
     batch = algorithm.assign_credit(make_experience([1.0, 0.0, 1.0, 0.0]), Solo())
     old = torch.full((4, 3), -1.0, dtype=torch.float64)
     advantage = batch.advantages_NT[0, 0].item()

@@ -14,6 +14,7 @@ def make_rollouts():
         prompts=((5, 6), (7, 8, 9)),
         order_G=torch.tensor([4, 2]),
         group_N=torch.tensor([0, 0, 1, 1]),
+        sample_N=torch.arange(4),
         responses=((3, 2), (4, 4, 2), (2,), (3, 3, 2)),
         mask_NT=torch.tensor([[1, 1, 0], [1, 1, 1], [1, 0, 0], [1, 1, 1]], dtype=torch.bool),
         rollout_logprobs_NT=-torch.arange(12.0).view(4, 3),

@@ -22,7 +22,8 @@ def exam(tmp_path):
 
 def test_a_run_scores_what_its_training_reported(finished, capsys):
     reported = {row["step"]: {k: v for k, v in row.items() if k.startswith("eval/")} for row in read_metrics(finished)}
-    assert set(reported[4]) == {"eval/val/mean@2", "eval/val/pass@1", "eval/val/pass@2"}
+    names = ("mean@2", "pass@1", "pass@2", "best@1", "best@2")
+    assert set(reported[4]) == {f"eval/val/{name}" for name in names}
     for what, step in ((finished, 4), (finished / "final", 4), (finished / "checkpoints" / "step_2", 2)):
         assert main(["eval", str(what), "--json"]) == 0
         result = json.loads(capsys.readouterr().out)
@@ -34,10 +35,34 @@ def test_a_run_scores_what_its_training_reported(finished, capsys):
 def test_the_table_has_hand_computed_numbers(tiny_model, exam, capsys):
     assert main(["eval", str(tiny_model), *exam, "--n", "2", "data.max_response_length=2"]) == 0
     assert capsys.readouterr().out.splitlines() == [
-        "source  prompts  mean@2  pass@1  pass@2",
-        "sums          2  1.0000  1.0000  1.0000",
-        "words         4  0.2500  0.2500  0.2500",
+        "source     sums   words",
+        "prompts       2       4",
+        "mean@2   1.0000  0.2500",
+        "pass@1   1.0000  0.2500",
+        "pass@2   1.0000  0.2500",
+        "best@1   1.0000  0.2500",
+        "best@2   1.0000  0.2500",
     ]
+
+
+def test_majorities_stand_where_the_reward_tells_the_answer(tiny_model, tmp_path, exam, capsys):
+    (tmp_path / "reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    told = {'pred': solution_str} if data_source == 'words' else {}\n"
+        "    return {'score': float(ground_truth), **told}\n"
+    )
+    assert main(["eval", str(tiny_model), *exam, "--n", "2", "data.max_response_length=2"]) == 0
+    assert capsys.readouterr().out.splitlines()[-2:] == ["maj@1         -  0.2500", "maj@2         -  0.2500"]
+
+
+def test_a_generated_task_and_its_reward(tiny_model, capsys):
+    task = "reasoning_gym:chain_sum:size=2:max_terms=2"
+    words = ["--data", task, "--reward", "reasoning_gym", "--n", "2", "--json", "data.max_response_length=2"]
+    assert main(["eval", str(tiny_model), *words, "reward.num_workers=1"]) == 0
+    result = json.loads(capsys.readouterr().out)
+    names = ("mean@2", "pass@1", "pass@2", "best@1", "best@2", "maj@1", "maj@2")
+    assert list(result["metrics"]) == [f"eval/chain_sum/{name}" for name in names]
+    assert (result["num_prompts"], result["num_failed"]) == (2, 0)
 
 
 def test_json_and_samples(tiny_model, exam, tmp_path, capsys):
@@ -53,9 +78,17 @@ def test_json_and_samples(tiny_model, exam, tmp_path, capsys):
             "eval/sums/mean@3": 1.0,
             "eval/sums/pass@1": 1.0,
             "eval/sums/pass@2": 1.0,
+            "eval/sums/pass@3": 1.0,
+            "eval/sums/best@1": 1.0,
+            "eval/sums/best@2": 1.0,
+            "eval/sums/best@3": 1.0,
             "eval/words/mean@3": 0.25,
             "eval/words/pass@1": 0.25,
             "eval/words/pass@2": 0.25,
+            "eval/words/pass@3": 0.25,
+            "eval/words/best@1": 0.25,
+            "eval/words/best@2": 0.25,
+            "eval/words/best@3": 0.25,
         },
         "num_prompts": 6,
         "num_failed": 0,
@@ -74,7 +107,7 @@ def test_samples_without_a_score_are_told(tiny_model, tmp_path, exam, capsys):
     assert main(["eval", str(tiny_model), *words]) == 0
     out, err = capsys.readouterr()
     assert "3 of 6 samples could not be scored and count as 0" in err
-    assert out.splitlines()[2] == "words         4  0.2500  0.2500"
+    assert out.splitlines()[2] == "mean@1   1.0000  0.2500"
 
 
 @pytest.mark.parametrize(("left_out", "cause"), [("--data", "no held-out data"), ("--reward", "no reward")])
@@ -98,4 +131,5 @@ def test_a_config_file_says_what_to_evaluate(tiny_model, tmp_path, exam, capsys)
         f"data: {{val_files: '{exam[1]}', max_response_length: 2, val_max_samples: 2}}\nreward: '{exam[3]}'"
     )
     assert main(["eval", str(tiny_model), str(config)]) == 0
-    assert capsys.readouterr().out.splitlines()[1] == "sums          2  1.0000  1.0000"
+    lines = ["source     sums", "prompts       2", "mean@1   1.0000", "pass@1   1.0000", "best@1   1.0000"]
+    assert capsys.readouterr().out.splitlines() == lines

@@ -1,8 +1,10 @@
 import pytest
 
+from ullage.base import extensions
 from ullage.base.errors import ConfigError
-from ullage.config.check import is_run_name, not_yet, problems, require_runnable
+from ullage.config.check import _UNGROUPED, is_run_name, not_yet, problems, require_runnable
 from ullage.config.load import load_mapping
+from ullage.config.verl_keys import ALGORITHM_NAMES, ALGORITHMS_LATER
 
 ARR = "actor_rollout_ref."
 RUNNABLE = {
@@ -34,6 +36,24 @@ def test_token_limit_holds_one_sequence():
     assert len(rules(*lengths, f"{ARR}ref.log_prob_max_token_len_per_gpu=149")) == 1
 
 
+def test_limits_and_optimizer_of_the_critic_are_checked_like_the_actors():
+    lengths = ["data.max_prompt_length=100", "data.max_response_length=50"]
+    assert len(rules(*lengths, "critic.ppo_max_token_len_per_gpu=149")) == 1
+    assert rules("critic.optim.min_lr_ratio=2") == ["critic.optim.min_lr_ratio = 2.0: must be at most 1: it is a share"]
+
+
+def test_a_critic_that_shares_the_trunk_has_no_model_of_its_own():
+    assert rules("critic.share_actor=true", "critic.model.path=x") == [
+        "critic.model.path = 'x': a critic that shares the actor's weights has no model of its own; "
+        "leave one of the two out"
+    ]
+
+
+def test_a_critic_can_be_asked_for():
+    for overrides in (["critic.enable=true"], ["algorithm.adv_estimator=gae"]):
+        assert not_yet(load_mapping(RUNNABLE, overrides).config) == []
+
+
 def test_mini_batch_is_part_of_the_batch():
     load_mapping({}, ["data.train_batch_size=8", f"{ARR}actor.ppo_mini_batch_size=8"])
     assert rules("data.train_batch_size=8", f"{ARR}actor.ppo_mini_batch_size=9") == [
@@ -46,7 +66,75 @@ def test_a_group_has_two_members():
         f"{ARR}rollout.n = 1: must be at least 2 for grpo: a sample is compared with the others of its prompt"
     ]
     load_mapping({}, [f"{ARR}rollout.n=1", "algorithm=my_algorithm.py"])
-    load_mapping({}, [f"{ARR}rollout.n=1", "algorithm.adv_estimator=gae"])
+
+
+@pytest.mark.parametrize(
+    ("override", "name"),
+    [
+        *((f"algorithm={name}", name) for name in ("dapo", "dr_grpo", "gspo", "rloo", "cispo", "kl_cov", "gdpo")),
+        ("algorithm.adv_estimator=rloo_vectorized", "rloo"),
+        ("algorithm.adv_estimator=reinforce_plus_plus_baseline", "reinforce_plus_plus_baseline"),
+    ],
+)
+def test_group_baselines_need_a_group(override, name):
+    (line,) = rules(f"{ARR}rollout.n=1", override)
+    assert line.startswith(f"{ARR}rollout.n = 1: must be at least 2 for {name}: ")
+
+
+@pytest.mark.parametrize(
+    "overrides",
+    [
+        ["algorithm=ppo"],
+        ["algorithm.adv_estimator=gae"],
+        ["algorithm=remax"],
+        ["algorithm.adv_estimator=reinforce_plus_plus"],
+        ["algorithm=gspo", "algorithm.adv_estimator=gae"],
+    ],
+)
+def test_other_baselines_do_not(overrides):
+    load_mapping({}, [f"{ARR}rollout.n=1", *overrides])
+
+
+def test_the_algorithms_without_groups_exist():
+    assert set(_UNGROUPED) < set(extensions.known("algorithms"))
+
+
+def test_groups_are_filtered_where_there_are_groups():
+    on = "algorithm.filter_groups.enable=true"
+    load_mapping({}, [on])
+    load_mapping({}, [on, "algorithm=my_algorithm.py"])
+    reason = "does not compare the samples of a prompt, so no group is without signal; set it to false"
+    assert rules(on, "algorithm.adv_estimator=gae") == [f"algorithm.filter_groups.enable = true: ppo {reason}"]
+    assert rules("algorithm=dapo", "algorithm.adv_estimator=remax") == [
+        f"algorithm.filter_groups.enable = null: remax {reason}"
+    ]
+    load_mapping({}, ["algorithm=dapo", "algorithm.adv_estimator=remax", on.replace("true", "false")])
+    assert rules(on, "algorithm=my_algorithm.py", f"{ARR}rollout.n=1") == [
+        f"{ARR}rollout.n = 1: must be at least 2 where groups are filtered: the rewards of one sample cannot differ"
+    ]
+
+
+def test_the_overlong_buffer_is_part_of_an_answer():
+    load_mapping({}, ["reward.overlong_buffer.length=512"])
+    assert rules("reward.overlong_buffer.length=513") == [
+        "reward.overlong_buffer.length = 513: must be at most data.max_response_length = 512: these are its last tokens"
+    ]
+
+
+def test_the_covariance_of_a_candidate_lies_between_two_bounds():
+    load_mapping({}, [f"{ARR}actor.policy_loss.clip_cov_lb=4.5"])
+    assert rules(f"{ARR}actor.policy_loss.clip_cov_lb=5") == [
+        f"{ARR}actor.policy_loss.clip_cov_lb = 5.0: must be below clip_cov_ub = 5.0: "
+        "a token is a candidate between the two"
+    ]
+
+
+def test_the_kl_counted_twice_is_said():
+    both = ["algorithm.use_kl_in_reward=true", f"{ARR}actor.use_kl_loss=true"]
+    assert load_mapping({}, both).notices == [
+        f"algorithm.use_kl_in_reward and {ARR}actor.use_kl_loss are both on: the KL is counted twice"
+    ]
+    assert [load_mapping({}, [one]).notices for one in both] == [[], []]
 
 
 @pytest.mark.parametrize(
@@ -106,12 +194,12 @@ def test_bad_run_names(name):
     [
         *((f"{ARR}rollout.name={name}", f"{ARR}rollout.name", f"set {ARR}rollout.name=embedded")
           for name in ("vllm", "sglang", "tgi", "trtllm", "hf")),
-        ("critic.enable=true", "critic.enable", "use algorithm=grpo"),
         ("reward_model.enable=true", "reward_model.enable", "score with reward functions"),
         ("trainer.nnodes=2", "trainer.nnodes", "set trainer.nnodes=1"),
-        ("algorithm.adv_estimator=rloo", "algorithm.adv_estimator", "set algorithm.adv_estimator=grpo"),
-        (f"{ARR}actor.policy_loss.loss_mode=gspo", f"{ARR}actor.policy_loss.loss_mode", "loss_mode=vanilla"),
-        ("algorithm.use_kl_in_reward=true", "algorithm.use_kl_in_reward", f"{ARR}actor.use_kl_loss=true"),
+        *((f"algorithm.adv_estimator={name}", "algorithm.adv_estimator", "this one has cispo, clip_cov, dapo, ")
+          for name in ("optimal_token_baseline", "tir_optimal_token_baseline")),
+        *((f"{ARR}actor.policy_loss.loss_mode={name}", f"{ARR}actor.policy_loss.loss_mode", "this one has cispo, ")
+          for name in ("dppo_tv", "dppo_kl", "dro", "bypass_mode")),
     ],
 )  # fmt: skip
 def test_not_yet(override, path, remedy):
@@ -125,11 +213,28 @@ def test_not_yet(override, path, remedy):
 
 
 def test_an_algorithm_is_a_file_of_ours_or_of_the_user(monkeypatch):
-    monkeypatch.setattr("ullage.base.extensions.known", lambda room: ["grpo"])
-    (problem,) = not_yet(load_mapping(RUNNABLE, ["algorithm=gspo"]).config)
-    assert str(problem) == "algorithm.name = 'gspo': this release has grpo; set algorithm=grpo"
-    for name in ("grpo", "mine/algorithm.py", "package.module"):
+    monkeypatch.setattr("ullage.base.extensions.known", lambda room: ["grpo", "ppo"])
+    known = (
+        "Known are gae, geo_mean, grpo, grpo_vectorized, ppo, rloo_vectorized, vanilla; "
+        "or give a dotted module, or a path that ends in .py"
+    )
+    for path in ("algorithm.name", "algorithm.adv_estimator", f"{ARR}actor.policy_loss.loss_mode"):
+        (problem,) = not_yet(load_mapping(RUNNABLE, [f"{path}=grop"]).config)
+        assert str(problem) == f"{path} = 'grop': unknown; did you mean grpo? {known}"
+        (problem,) = not_yet(load_mapping(RUNNABLE, [f"{path}=xyz"]).config)
+        assert str(problem) == f"{path} = 'xyz': unknown; {known}"
+        for name in ("grpo", "vanilla", "mine/algorithm.py", "package.module"):
+            assert not_yet(load_mapping(RUNNABLE, [f"{path}={name}"]).config) == []
+
+
+def test_every_algorithm_of_ours_can_run():
+    for name in extensions.known("algorithms"):
         assert not_yet(load_mapping(RUNNABLE, [f"algorithm={name}"]).config) == []
+
+
+def test_every_name_of_verl_leads_to_a_file():
+    assert set(ALGORITHM_NAMES.values()) <= set(extensions.known("algorithms"))
+    assert ALGORITHMS_LATER.isdisjoint(extensions.known("algorithms"))
 
 
 def test_what_a_run_needs():

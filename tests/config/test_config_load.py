@@ -89,7 +89,7 @@ def test_every_problem_at_once():
         "trainer.sav_freq = 5: unknown key; did you mean trainer.save_freq?",
         "trainer.experiment_name = '../x': names a folder: letters, digits, _ . - only, a letter or digit first, "
         "at most 80, and no system name",
-        f"{arr}actor.optim.lr = 'fast': must be a number above 0",
+        f"{arr}actor.optim.lr = 'fast': must be a number at least 0",
         f"{arr}actor.ppo_mini_batch_size = 128: must be at most data.train_batch_size = 64; both count prompts",
         f"{arr}actor.clip_ratio_c = 1.0: must be above 1: it bounds the ratio from above",
         f"{arr}rollout.temperature = 0: must be a number above 0",
@@ -125,8 +125,10 @@ def test_a_wrong_key_is_not_reported_again_by_the_rules_that_read_it():
          "= 'big': must be a whole number above 0, or 'auto'"),
         ("actor_rollout_ref.actor.optim.betas=[0.9]",
          "actor_rollout_ref.actor.optim.betas = [0.9]: must be a list of 2 items, each a number"),
-        ("actor_rollout_ref.actor.optim.lr=.inf", "actor_rollout_ref.actor.optim.lr = inf: must be a number above 0"),
-        ("actor_rollout_ref.actor.optim.lr=null", "actor_rollout_ref.actor.optim.lr = null: must be a number above 0"),
+        ("actor_rollout_ref.actor.optim.lr=.inf",
+         "actor_rollout_ref.actor.optim.lr = inf: must be a number at least 0"),
+        ("actor_rollout_ref.actor.optim.lr=null",
+         "actor_rollout_ref.actor.optim.lr = null: must be a number at least 0"),
         ("reward.max_failure_fraction=2",
          "reward.max_failure_fraction = 2: must be a number at least 0 and at most 1"),
         ("data.columns=x", "data.columns = 'x': must be a mapping of keys to values"),
@@ -134,6 +136,16 @@ def test_a_wrong_key_is_not_reported_again_by_the_rules_that_read_it():
          "data.columns.query = 'x': names no column of ours; they are prompt, target, source"),
         ("reward=[{named: gsm8k}]", "reward.functions[0].named = 'gsm8k': unknown key; did you mean name?"),
         ("reward=[{name: gsm8k, weight: heavy}]", "reward.functions[0].weight = 'heavy': must be a number"),
+        ("reward.overlong_buffer={length: 9, lenght: 4}",
+         "reward.overlong_buffer.lenght = 4: unknown key; did you mean length?"),
+        ("reward.overlong_buffer.penalty_factor=2",
+         "reward.overlong_buffer.length = null: must be a whole number above 0"),
+        ("reward.overlong_buffer=128", "reward.overlong_buffer = 128: must be a mapping of keys to values, or null"),
+        ("actor_rollout_ref.actor.policy_loss.clip_cov_rati=1",
+         "actor_rollout_ref.actor.policy_loss.clip_cov_rati = 1: unknown key; "
+         "did you mean actor_rollout_ref.actor.policy_loss.clip_cov_ratio?"),
+        ("critic.loss_agg_mode=mean", "critic.loss_agg_mode = 'mean': must be one of 'token-mean', 'token-sum', "
+         "'seq-mean-token-sum', 'seq-mean-token-mean', 'seq-mean-token-sum-norm', null"),
         ("reward=[{weight: 1}]", "reward.functions[0] = {}: needs a path or a name"),
         ("data.train_files=${oc.env:HOME}/x", "data.train_files = '${oc.env:HOME}/x': a variable that nothing expands "
          "here; write the value itself"),
@@ -166,6 +178,8 @@ def test_values_of_any_length_are_shortened():
         ("data.train_files=x.jsonl", lambda c: c.data.train_files, ["x.jsonl"]),
         ("actor_rollout_ref.rollout.kv_cache_tokens=64", lambda c: c.actor_rollout_ref.rollout.kv_cache_tokens, 64),
         ("data.system_prompt=Answer in ${x}$", lambda c: c.data.system_prompt, "Answer in ${x}$"),
+        ("reward.overlong_buffer={length: '64', penalty_factor: 1}", lambda c: c.reward.overlong_buffer.model_dump(),
+         {"length": 64, "penalty_factor": 1.0}),
         ("data.columns.prompt=question", lambda c: c.data.columns, {"prompt": "question"}),
     ],
 )  # fmt: skip
@@ -207,6 +221,15 @@ def test_algorithm_shorthand_and_override_below_it():
     config = load_mapping({"algorithm": "grpo"}, ["algorithm.norm_adv_by_std_in_grpo=False"]).config
     assert (config.algorithm.name, config.algorithm.norm_adv_by_std_in_grpo) == ("grpo", False)
     assert load_mapping({}, ["algorithm=my_algorithm.py"]).config.algorithm.name == "my_algorithm.py"
+    config = load_mapping({"algorithm": {"name": "grpo", "gamma": 0.9}}, ["algorithm=ppo"]).config
+    assert (config.algorithm.name, config.algorithm.gamma) == ("ppo", 0.9)
+    assert load_mapping({"algorithm": "gspo"}).config.algorithm.name == "gspo"
+    assert load_mapping({}, ["algorithm.adv_estimator=rloo"]).config.algorithm.name is None
+
+
+def test_a_reward_given_as_an_override_leaves_the_rest_of_its_section():
+    config = load_mapping({"reward": {"functions": "math", "num_workers": 3}}, ["reward=gsm8k"]).config
+    assert ([function.name for function in config.reward.functions], config.reward.num_workers) == (["gsm8k"], 3)
 
 
 def test_the_mapping_given_is_left_alone():
@@ -238,7 +261,7 @@ def test_a_key_with_dots_in_its_name_is_the_nested_key():
 
 def test_numbers_beyond_every_range():
     assert problems({"actor_rollout_ref": {"actor": {"optim": {"lr": 10**5000}}}}) == [
-        "actor_rollout_ref.actor.optim.lr = a very long number: must be a number above 0"
+        "actor_rollout_ref.actor.optim.lr = a very long number: must be a number at least 0"
     ]
 
 
@@ -321,7 +344,9 @@ PATHS = [key.path for key in key_listing()] + [
     "data.filter_overlong_prompts", "data.prompt_key", "custom_reward_function.path",
     "custom_reward_function.reward_kwargs",
     "actor_rollout_ref.rollout.val_kwargs.do_sample", "critic.optim.lr", "actor_rollout_ref.model.lora_rank",
-    "actor_rollout_ref.actor.ulysses_sequence_parallel_size", "nonsense.key", "later.x",
+    "actor_rollout_ref.actor.ulysses_sequence_parallel_size", "nonsense.key", "later.x", "data.gen_batch_size",
+    "algorithm.filter_groups.metric", "reward_model.overlong_buffer", "reward_model.reward_kwargs.overlong_buffer_cfg",
+    "reward_model.reward_kwargs.max_resp_len", "reward_model.overlong_buffer.enable",
 ]  # fmt: skip
 
 

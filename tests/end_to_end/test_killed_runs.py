@@ -6,6 +6,7 @@ import sys
 
 import pytest
 from runs import assert_same_run, metrics_of, outcome_of, samples_of
+from safetensors.torch import load_file
 
 
 @pytest.fixture(scope="module")
@@ -115,6 +116,31 @@ def test_in_another_process(ullage, task, tmp_path, uninterrupted):
     assert subprocess.run(command, env=os.environ | fault, check=False).returncode == -9
     assert ullage("resume", tmp_path / "killed").code == 0
     assert_same_run(tmp_path / "killed", uninterrupted)
+
+
+PPO = {
+    "own": {"algorithm": "ppo", "critic__optim__lr": 1e-3, "trainer__critic_warmup": 1},
+    "shared": {"algorithm": "ppo", "critic__optim__lr": 1e-2, "critic__share_actor": "true"},
+}
+
+
+@pytest.mark.parametrize(("critic", "phases"), [("own", ("values", "update_critic")), ("shared", ("update_critic",))])
+def test_killed_with_a_critic(ullage, task, tmp_path, critic, phases):
+    """The critic's weights, optimizer and counters come back as well."""
+    whole = ullage(*task.arguments(tmp_path, "whole", **PPO[critic]))
+    assert whole.code == 0, whole.stderr
+    rows = metrics_of(tmp_path / "whole")[1:]
+    assert all(row["critic/grad_norm"] > 0 for row in rows)
+    assert ["actor/grad_norm" in row for row in rows] == [critic == "shared", *[True] * 5]  # the warm-up
+    saved = tmp_path / "whole" / "checkpoints" / "step_6"
+    assert (len(load_file(saved / "critic.safetensors")) == 2) == (critic == "shared")
+    for phase in phases:
+        name = f"killed-{phase}"
+        killed = ullage(*task.arguments(tmp_path, name, **PPO[critic]), fault=f"step=4,phase={phase},kind=sigkill")
+        assert killed.code == -9, killed.stderr
+        resumed = ullage("resume", tmp_path / name)
+        assert resumed.code == 0, resumed.stderr
+        assert_same_run(tmp_path / name, tmp_path / "whole")
 
 
 def damage(path):

@@ -61,6 +61,21 @@ def test_the_weights_that_are_compared_did_change(by_ranks, tiny_model):
     assert max(float((after[name] - before[name]).abs().max()) for name in before) > RATE
 
 
+@pytest.mark.invariant
+def test_two_ranks_train_the_critic_that_one_does(ullage, task, tmp_path):
+    ppo = {"algorithm": "ppo", "critic__optim__lr": RATE, "actor_rollout_ref__actor__use_kl_loss": "false"}
+    for ranks in (1, 2):
+        outcome = train(ullage, task, tmp_path, f"ranks-{ranks}", ranks, **ppo)
+        assert outcome.code == 0, outcome.stderr
+    one, two = tmp_path / "ranks-1", tmp_path / "ranks-2"
+    assert samples_of(two) == samples_of(one)
+    for row, expected in zip(metrics_of(two), metrics_of(one), strict=True):
+        assert row == pytest.approx(expected, rel=1e-5, abs=1e-7)
+    weights, expected = (load_file(run / "checkpoints" / "step_3" / "critic.safetensors") for run in (two, one))
+    assert expected["head.weight"].abs().max() > RATE
+    assert max(float((weights[name] - expected[name]).abs().max()) for name in expected) <= 1e-6
+
+
 def test_a_rank_without_any_prompt(ullage, task, tmp_path):
     few = {"data__train_batch_size": 2, "data__val_max_samples": 1}
     for ranks in (1, 3):

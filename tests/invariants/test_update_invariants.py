@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from experience_samples import load, make_config, make_experience, make_train_batch, stay_double
-from ullage.algorithms.grpo import Algorithm
+from ullage.algorithms._compose import compose
 from ullage.base.communicator import Solo
 from ullage.batch.pack import Limits
 from ullage.engine.recompute import recompute_layers
@@ -48,7 +48,7 @@ def experience(models):
 def loss_and_gradient(model, batch, config, limits):
     actor = Actor(model, config.actor_rollout_ref.actor, limits, Solo(), temperature=TEMPERATURE)
     with stay_double() if model.dtype == torch.float64 else nullcontext():
-        terms = actor.backward(batch, Algorithm(config))
+        terms = actor.backward(batch, compose(config))
     return sum(term.loss for term in terms), actor.optimizer.gradient.clone(), terms
 
 
@@ -136,7 +136,7 @@ def test_weights_after_two_updates(tiny_model, experience, name):
         actor = Actor(model, config.actor_rollout_ref.actor, limits, Solo(), temperature=TEMPERATURE)
         with stay_double():
             for _ in range(2):
-                actor.update(batch, Algorithm(config), 1e-3, Tally())
+                actor.update(batch, compose(config), 1e-3, Tally())
         return torch.cat([parameter.detach().flatten() for parameter in model.module.parameters()])
 
     before = torch.cat([parameter.detach().flatten() for parameter in load(tiny_model).module.parameters()])

@@ -12,6 +12,7 @@ STAGE = Rollouts(
     prompts=((5, 6), (9,)),
     order_G=torch.arange(2),
     group_N=torch.tensor([0, 1, 0]),
+    sample_N=torch.arange(3),
     responses=((3, 4, 2), (8,), (7, 2)),
     mask_NT=torch.tensor([[1, 1, 1], [1, 0, 0], [1, 1, 0]], dtype=torch.bool),
     rollout_logprobs_NT=torch.zeros(3, 3),

@@ -29,6 +29,10 @@ def test_last_number_of_the_first_line(response, correct):
     assert score("What is 5 + 3?", response, 8) == correct
 
 
+def test_the_answer_is_that_number():
+    assert [score("", response, "8").answer for response in ("5 + 3 = 8.0\n9", "no", "")] == ["8", "", ""]
+
+
 def test_negative_target():
     assert score("", "3 - 5 = -2", -2) == 1.0
     assert score("", "3-5", -5) == 0.0

@@ -33,6 +33,23 @@ def test_score(response, target, flexible, strict):
     assert score("", response, target, method="strict") == strict
 
 
+@pytest.mark.parametrize(
+    ("response", "flexible", "strict"),
+    [
+        ("3 + 15 = 18\n#### 18", "18", "18"),
+        ("so $1,250.00", "1250", ""),
+        ("#### 0.50", "0.5", "0.5"),
+        ("#### -0", "0", "0"),
+        ("#### 00700", "700", "700"),
+        pytest.param("9" * 5000, "9" * 5000, "", id="5000 digits"),
+        ("none", "", ""),
+    ],
+)
+def test_answer_is_the_same_text_for_equal_numbers(response, flexible, strict):
+    assert score("", response, "18").answer == flexible
+    assert score("", response, "18", method="strict").answer == strict
+
+
 def test_target_may_be_a_whole_solution_or_a_number():
     assert score("", "so 5", "She has 2 + 3 = <<2+3=5>>5 left.\n#### 5") == 1.0
     assert score("", "so 5", 5) == 1.0

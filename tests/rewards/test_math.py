@@ -26,6 +26,16 @@ def test_score(response, target, expected):
     assert score("", response, target) == expected
 
 
+def test_equal_expressions_are_one_answer():
+    right = [r"\boxed{x^2+2x+1}", r"\boxed{(x+1)^2}", r"so $(1+x)^2$"]
+    assert len({score("", response, "x^2+2x+1").answer for response in right}) == 1
+    wrong = [r"\boxed{\frac{2}{4}}", r"\boxed{0.5}", r"$\frac12$"]
+    assert {score("", response, "3").answer for response in wrong} == {"1/2"}
+    assert score("", "I do not know", "3").answer == ""
+    # As it is written, where the number has more digits than Python prints.
+    assert score("", r"\boxed{\binom{20000}{9999}}", "3").answer == r"\binom{20000}{9999}"
+
+
 def test_target_that_is_no_expression_is_an_error():
     with pytest.raises(ValueError, match="not an expression: ''"):
         score("", "3", "")

@@ -197,9 +197,10 @@ def test_nothing_outlives_the_run_however_it_ends(ending):
 
 
 def test_notice_to_the_whole_job_leaves_the_workers_to_the_run():
+    before = psutil.Process().children(recursive=True)  # other tests' processes are none of our business
     with pool(num_workers=1) as opened:
         pid = scored(opened, "pid")[0].total
-        for process in psutil.Process().children(recursive=True):
+        for process in [child for child in psutil.Process().children(recursive=True) if child not in before]:
             process.send_signal(signal.SIGTERM)
             process.send_signal(signal.SIGINT)
         assert scored(opened, "pid")[0].total == pid
@@ -230,7 +231,19 @@ def test_weighted_sum_of_several_functions(tmp_path):
             "response_length, **)",
         ]
     parts = {"gsm8k": 1.0, "verl_reward": 0.5, "verl_reward/acc": 1.0, "brevity": -2.0, "length": -0.5}
-    assert scores == [Score(2.0 * 1.0 - 0.5 + 0.25 * -2.0 - 0.5, parts, None)]
+    assert scores == [Score(2.0 * 1.0 - 0.5 + 0.25 * -2.0 - 0.5, parts, None, "18")]
+
+
+def test_the_answer_is_that_of_the_first_function_that_tells_one(tmp_path):
+    (tmp_path / "verl_reward.py").write_text(
+        "def compute_score(data_source, solution_str, ground_truth, extra_info=None):\n"
+        "    return {'score': 0.5, 'pred': solution_str[-1:]}\n"
+    )
+    verl = RewardFunction(path=str(tmp_path / "verl_reward.py"))
+    with pool(RewardFunction(name="format"), verl, RewardFunction(name="gsm8k"), num_workers=1) as opened:
+        assert [score.answer for score in scored(opened, "It is 18!", "", target="18")] == ["!", ""]
+    with pool(RewardFunction(name="format"), num_workers=1) as opened:
+        assert scored(opened, "x") == [Score(0.0, {"format": 0.0}, None, None)]
 
 
 def test_trl_none_means_that_the_function_does_not_apply(tmp_path):

@@ -6,7 +6,7 @@ from fractions import Fraction
 import numpy
 import pytest
 
-from ullage.rewards.results import Result, UnusableResult, printable, raised, read_list_result, read_result
+from ullage.rewards.results import Judged, Result, UnusableResult, printable, raised, read_list_result, read_result
 
 
 @pytest.mark.parametrize(
@@ -57,7 +57,31 @@ def test_anything_else_is_named(value, text):
 
 def test_dict_keeps_its_other_numbers():
     value = {"score": 0.5, "acc": True, "pred": "18", "bad": float("nan"), "n": numpy.int64(3)}
-    assert read_result(value) == Result(0.5, {"acc": 1.0, "n": 3.0})
+    assert read_result(value) == Result(0.5, {"acc": 1.0, "n": 3.0}, "18")
+
+
+@pytest.mark.parametrize(
+    ("prediction", "answer"),
+    [
+        ("", ""),
+        (18, "18.0"),
+        (numpy.float32(0.5), "0.5"),
+        (None, None),
+        (["18"], None),
+        pytest.param(10**5000, None, id="too long to print"),
+        pytest.param("x" * 2000, "x" * 1000, id="too long to keep"),
+    ],
+)
+def test_prediction_of_a_dict_is_the_answer(prediction, answer):
+    assert read_result({"score": 1.0, "pred": prediction}).answer == answer
+
+
+def test_a_judged_score_is_a_number_that_tells_its_answer():
+    judged = Judged(True, "18")
+    assert (judged, repr(judged), judged / 2) == (1.0, "1.0", 0.5)
+    assert read_result(judged) == Result(1.0, {}, "18")
+    assert read_result(judged / 2) == Result(0.5, {})
+    assert read_result(Judged(0.0, "x" * 2000)).answer == "x" * 1000
 
 
 @pytest.mark.parametrize("value", [[0.5], (0.5,), numpy.array([0.5])])

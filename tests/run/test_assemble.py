@@ -1,12 +1,20 @@
 """From config keys to limits, slots and the line that says how batch sizes combine."""
 
+from contextlib import nullcontext
+from types import SimpleNamespace
+
 import pytest
 
+from make_tiny_model import make_tiny_model
+from ullage.base.communicator import Solo
+from ullage.base.errors import ConfigError, ModelError
+from ullage.batch.pack import Limits
 from ullage.config.tree import Config
 from ullage.data.prompts import Prompt, PromptSet
 from ullage.model.load import load_model
 from ullage.model.target import Target
-from ullage.run.assemble import derivation, longest_prompt, make_engine, make_limits, num_evaluated
+from ullage.run.assemble import derivation, longest_prompt, make_critic, make_engine, make_limits, num_evaluated
+from ullage.workers.actor import Actor
 
 CPU = Target("cpu", 0, (0, 0), 8 << 30)
 
@@ -61,3 +69,42 @@ def test_how_the_batch_sizes_combine():
     assert derivation(config, 2) == (
         "each step: 10 prompts x 5 samples = 50 sequences on 2 rank(s), 6 optimizer update(s) of 4 prompts"
     )
+
+
+class FakeAlgorithm:
+    def __init__(self, *needs):
+        self.needs = frozenset(needs)
+
+
+def critic_of(actor_model, algorithm, **critic):
+    """What a run with these critic settings would train beside the actor."""
+    path = str(actor_model.module.name_or_path)
+    config = Config.model_validate({"actor_rollout_ref": {"model": {"path": path}}, "critic": critic})
+    actor = Actor(actor_model, config.actor_rollout_ref.actor, Limits(max_tokens=99), Solo(), temperature=1.0, seed=1)
+    given = SimpleNamespace(config=config, ranks=Solo(), recorder=SimpleNamespace(phase=nullcontext))
+    return make_critic(given, algorithm, actor)
+
+
+def test_there_is_a_critic_where_one_is_needed_or_wanted(model):
+    assert critic_of(model, FakeAlgorithm()) is None
+    assert critic_of(model, FakeAlgorithm(), enable=False) is None
+    assert critic_of(model, FakeAlgorithm("critic")).limits.max_tokens == 99
+    assert critic_of(model, FakeAlgorithm(), enable=True, ppo_max_token_len_per_gpu=50).limits.max_tokens == 50
+    with pytest.raises(ConfigError, match="the algorithm needs a critic"):
+        critic_of(model, FakeAlgorithm("critic"), enable=False)
+
+
+def test_a_critic_has_a_trunk_of_its_own_or_the_actors(model):
+    assert critic_of(model, FakeAlgorithm("critic"), share_actor=True).model.trunk is model
+    own = critic_of(model, FakeAlgorithm("critic")).model.trunk
+    places = {parameter.data_ptr() for parameter in model.module.parameters()}
+    assert places.isdisjoint(parameter.data_ptr() for parameter in own.module.parameters())
+
+
+def test_a_critic_must_know_the_actors_tokens(model, tmp_path):
+    smaller = make_tiny_model(tmp_path / "smaller", alphabet="0123456789")
+    with pytest.raises(ModelError, match=r"knows 14 tokens, the actor's 36") as caught:
+        critic_of(model, FakeAlgorithm("critic"), model={"path": str(smaller)})
+    assert "critic.model.path" in caught.value.remedy
+    with pytest.raises(ModelError, match="the critic's model: no such model folder: /no/such/folder"):
+        critic_of(model, FakeAlgorithm("critic"), model={"path": "/no/such/folder"})

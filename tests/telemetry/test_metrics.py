@@ -25,6 +25,8 @@ def test_every_name_of_the_contract_is_declared():
         ("time/update_critic", "time/<phase>"),
         ("memory/rollout_peak_bytes", "memory/<phase>_peak_bytes"),
         ("eval/gsm8k/pass@4", "eval/<source>/pass@<k>"),
+        ("eval/gsm8k/best@4", "eval/<source>/best@<k>"),
+        ("eval/gsm8k/maj@4", "eval/<source>/maj@<k>"),
         ("eval/openai/gsm8k/mean@4", "eval/<source>/<score>"),
     ],
 )

@@ -5,7 +5,7 @@ import json
 import pytest
 import torch
 
-from ullage.algorithms.grpo import Algorithm
+from ullage.algorithms._compose import compose
 from ullage.base.communicator import Solo
 from ullage.base.seeds import derive
 from ullage.config.tree import Config
@@ -48,6 +48,8 @@ def test_a_rank_without_prompts_has_empty_rollouts():
 class FixedGenerator:
     """Two samples for every prompt; the rewards are given by prompt id."""
 
+    reward_names = ("own",)
+
     def __init__(self, rewards):
         self.rewards = rewards
 
@@ -75,7 +77,7 @@ def make_collector(tmp_path, rewards, *, ranks=None, log_samples=64, **actor):
         PROMPTS,
         Sampler(4, 4, seed=1, shuffle=False),
         generator,
-        Algorithm(config),
+        compose(config),
         ranks or Solo(),
         None,
         MetricsWriter(directory),

@@ -28,7 +28,7 @@ def make_schedule(ranks=None, *, prompts=4, mode="token-mean", **actor):
             "actor_rollout_ref": {"actor": settings},
         }
     )
-    return Schedule(config, ranks or Solo())
+    return Schedule(config, mode, ranks or Solo())
 
 
 def make_batch(order=(0, 1, 2, 3), lengths=((2, 1), (3, 1), (1, 1), (2, 2)), signal=None):
@@ -38,6 +38,7 @@ def make_batch(order=(0, 1, 2, 3), lengths=((2, 1), (3, 1), (1, 1), (2, 2)), sig
         prompts=tuple((5 + place,) for place in order),
         order_G=torch.tensor(order),
         group_N=torch.arange(len(flat)) // 2,
+        sample_N=torch.arange(len(flat)),
         responses=tuple((7,) * length for length in flat),
         mask_NT=pad_rows([[1.0] * length for length in flat], width=max(flat), dtype=torch.bool),
         rollout_logprobs_NT=torch.zeros(len(flat), max(flat)),
@@ -126,6 +127,15 @@ def test_a_rank_without_signal_takes_part_while_its_peer_has_some():
     batch = make_batch(signal=[0] * 8)
     assert rewards_of(make_schedule(Peer(5, 2, 2)).mini_batches(batch, step=1)) == [[]]
     assert rewards_of(make_schedule(Peer(5, 2, 0)).mini_batches(batch, step=1)) == []
+
+
+def test_the_critic_has_the_same_denominators_with_its_own_way_to_add_up():
+    config = Config.model_validate({"data": {"train_batch_size": 4}, "critic": {"loss_agg_mode": "seq-mean-token-sum"}})
+    (part,) = Schedule(config, "token-mean", Peer(7, 2, 2)).mini_batches(make_batch(), step=1)
+    torch.testing.assert_close(part.weights_NT, part.mask_NT.double() / 20, rtol=0, atol=0)
+    torch.testing.assert_close(part.value_weights_NT, part.mask_NT.double() / 10, rtol=0, atol=0)
+    (same,) = make_schedule(Peer(7, 2, 2)).mini_batches(make_batch(), step=1)
+    assert torch.equal(same.value_weights_NT, same.weights_NT)
 
 
 def test_denominators_count_the_tokens_and_sequences_of_all_ranks():

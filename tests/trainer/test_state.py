@@ -42,6 +42,16 @@ class FakeActor:
         self.nonfinite_steps = 0
 
 
+class FakeAlgorithm:
+    coefficient = 0.5
+
+    def state(self):
+        return {"coefficient": self.coefficient}
+
+    def restore(self, state):
+        self.coefficient = state["coefficient"]
+
+
 class FakeRecorder:
     def phase(self, name):
         return nullcontext()
@@ -55,7 +65,8 @@ def make_keeper(tmp_path, *, keep=2, rows=8, facts=None):
     if not directory.path.exists():
         directory.create()
     actor, sampler = FakeActor(), Sampler(rows, 2, seed=1, shuffle=True)
-    return Keeper(directory, actor, sampler, FakeRecorder(), Solo(), keep=keep, facts=facts or {"data": "a"})
+    facts = facts or {"data": "a"}
+    return Keeper(directory, actor, sampler, FakeRecorder(), Solo(), algorithm=FakeAlgorithm(), keep=keep, facts=facts)
 
 
 def take_step(keeper, step, score=None):
@@ -75,6 +86,7 @@ def test_a_restored_keeper_knows_everything(tmp_path):
     take_step(keeper, 1)
     take_step(keeper, 2, score=0.5)
     keeper.actor.nonfinite_steps = 1
+    keeper.algorithm.coefficient = 0.75
     torch.manual_seed(7)
     keeper.save()
     following, number = keeper.sampler.next_batch(), torch.rand(())
@@ -83,6 +95,7 @@ def test_a_restored_keeper_knows_everything(tmp_path):
     restored.restore(keeper.directory.checkpoint_of(2))
     assert (restored.step, restored.evaluated, restored.best) == (2, Evaluated(2, 0.5), Evaluated(2, 0.5))
     assert restored.actor.nonfinite_steps == 1
+    assert restored.algorithm.coefficient == 0.75
     assert restored.actor.optimizer.moment.tolist() == [2, 2]
     assert restored.sampler.next_batch() == following
     assert torch.rand(()) == number

@@ -7,7 +7,7 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from experience_samples import load, make_config, make_experience, make_train_batch, stay_double
-from ullage.algorithms.grpo import Algorithm
+from ullage.algorithms._compose import compose
 from ullage.base.communicator import Solo
 from ullage.base.errors import NumericsError
 from ullage.batch.pack import Limits
@@ -63,8 +63,8 @@ def test_loss_and_gradient_equal_the_plain_ones(tiny_model, model, experience):
     actor = make_actor(model, config)
     theirs = AutoModelForCausalLM.from_pretrained(tiny_model, dtype=torch.float64, attn_implementation="eager").eval()
     with stay_double():
-        terms = actor.backward(batch, Algorithm(config))
-        credit = Algorithm(config).assign_credit(experience, Solo()).advantages_NT
+        terms = actor.backward(batch, compose(config))
+        credit = compose(config).assign_credit(experience, Solo()).advantages_NT
         want = plain_loss(theirs, experience, credit, config.actor_rollout_ref.actor)
         want.backward()
     assert len(terms) > 1
@@ -79,8 +79,8 @@ def test_update_reports_token_means_and_the_norm(model, tiny_model, experience):
     config = make_config(use_kl_loss=True, entropy_coeff=0.02)
     batch = make_train_batch(experience, config)
     actor, tally = make_actor(load(tiny_model), config), Tally()
-    terms = make_actor(model, config).backward(batch, Algorithm(config))
-    actor.update(batch, Algorithm(config), 1e-3, tally)
+    terms = make_actor(model, config).backward(batch, compose(config))
+    actor.update(batch, compose(config), 1e-3, tally)
     means = tally.means(Solo())
     count = int(batch.mask_NT.sum())
     for name in ("actor/entropy", "actor/kl_ref", "actor/clip_fraction", "rollout/logprob_gap_mean"):
@@ -101,7 +101,7 @@ def test_the_first_ratio_is_exactly_one(tiny_model, dtype, limits):
     everyone = torch.arange(len(scored.responses))
     evaluated = scored.evaluated(old_logprobs=actor.logprobs(scored, [everyone]), ref_logprobs=None, values=None)
     batch = make_train_batch(evaluated, config)
-    terms = actor.backward(batch, Algorithm(config))
+    terms = actor.backward(batch, compose(config))
     assert sum(term.report["actor/kl_old"] for term in terms) == 0.0
     assert sum(term.report["actor/clip_fraction"] for term in terms) == 0.0
 
@@ -116,7 +116,7 @@ def test_no_old_logprobs_means_the_updates_own(model, experience):
     for old in (own, None):
         evaluated = experience.evaluated(old_logprobs=old, ref_logprobs=None, values=None)
         actor.optimizer.zero_grad()
-        actor.backward(make_train_batch(evaluated, config), Algorithm(config))
+        actor.backward(make_train_batch(evaluated, config), compose(config))
         gradients.append(actor.optimizer.gradient.clone())
     assert torch.equal(*gradients)
     assert gradients[0].abs().sum() > 0
@@ -146,13 +146,13 @@ def test_non_finite_updates_are_skipped_counted_and_budgeted(tiny_model, experie
     batch = make_train_batch(experience, config)
     weights = torch.cat([parameter.detach().flatten() for parameter in model.module.parameters()])
     broken = batch.weighted(torch.full_like(batch.weights_NT, math.inf))
-    actor.update(broken, Algorithm(config), 1e-2, tally)
+    actor.update(broken, compose(config), 1e-2, tally)
     after = torch.cat([parameter.detach().flatten() for parameter in model.module.parameters()])
     assert torch.equal(weights, after)
-    actor.update(batch, Algorithm(config), 1e-2, tally)
+    actor.update(batch, compose(config), 1e-2, tally)
     assert tally.means(Solo())["actor/skipped_steps"] == 0.5
     with pytest.raises(NumericsError, match="2 updates had a non-finite gradient"):
-        actor.update(broken, Algorithm(config), 1e-2, tally)
+        actor.update(broken, compose(config), 1e-2, tally)
 
 
 def test_a_second_update_forgets_the_first_gradient(tiny_model, experience):
@@ -162,7 +162,7 @@ def test_a_second_update_forgets_the_first_gradient(tiny_model, experience):
     norms = []
     for _ in range(2):
         tally = Tally()
-        actor.update(batch, Algorithm(config), 1e-9, tally)
+        actor.update(batch, compose(config), 1e-9, tally)
         norms.append(tally.means(Solo())["actor/grad_norm"])
     assert norms[1] == pytest.approx(norms[0], rel=1e-5)
 

@@ -9,42 +9,29 @@ from typing import ClassVar
 
 from torch import Tensor
 
-from ullage.algorithms import TokenLoss
+from ullage.algorithms import Assigned
 from ullage.base.communicator import Communicator
-from ullage.batch.stages import Experience, TrainBatch
+from ullage.batch.stages import Experience
 from ullage.config.tree import Config
-from ullage.maths import advantages, losses
+from ullage.maths import advantages
+
+LOSS = "ppo"
 
 
-class Algorithm:
+class Credit:
     """Group-normalised rewards as advantages."""
 
     needs: ClassVar[frozenset[str]] = frozenset()
 
     def __init__(self, config: Config) -> None:
-        actor = config.actor_rollout_ref.actor
         self.divide_by_std = config.algorithm.norm_adv_by_std_in_grpo
-        self.clip_low = actor.clip_ratio_low or actor.clip_ratio
-        self.clip_high = actor.clip_ratio_high or actor.clip_ratio
-        self.dual_clip = actor.clip_ratio_c
 
     def has_signal(self, experience: Experience) -> Tensor:
         return advantages.group_has_signal(experience.rewards_N, experience.group_N, experience.valid_N)
 
-    def assign_credit(self, experience: Experience, ranks: Communicator) -> TrainBatch:
+    def assign(self, experience: Experience, rewards_NT: Tensor, ranks: Communicator) -> Assigned:
         del ranks  # a group never leaves its rank
         advantage_N = advantages.group_relative(
-            experience.rewards_N, experience.group_N, experience.valid_N, divide_by_std=self.divide_by_std
+            rewards_NT.sum(-1), experience.group_N, experience.valid_N, divide_by_std=self.divide_by_std
         )
-        return experience.credited(advantages_NT=advantage_N[:, None] * experience.mask_NT)
-
-    def policy_loss(self, logprobs_NT: Tensor, old_logprobs_NT: Tensor, batch: TrainBatch) -> TokenLoss:
-        loss, clipped = losses.clipped_surrogate(
-            logprobs_NT,
-            old_logprobs_NT,
-            batch.advantages_NT,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-            dual_clip=self.dual_clip,
-        )
-        return TokenLoss(loss, {"actor/clip_fraction": clipped, "actor/kl_old": old_logprobs_NT - logprobs_NT})
+        return Assigned(advantage_N[:, None] * experience.mask_NT)

@@ -22,7 +22,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 
-PER_PROMPT = frozenset({"prompts", "order_G"})
+PER_PROMPT = frozenset({"prompts", "order_G", "baseline_G"})
 
 
 @dataclass(frozen=True, kw_only=True, slots=True)
@@ -35,6 +35,8 @@ class Rollouts:
     """[G] place of each prompt in the step's global batch: mini-batches are cut by it, whatever rank holds it."""
     group_N: Tensor
     """[N] which prompt a sample answers."""
+    sample_N: Tensor
+    """[N] a number that no other sample of the step has, on any rank."""
     responses: tuple[tuple[int, ...], ...]
     """[N] token ids, end token included."""
     mask_NT: Tensor
@@ -67,7 +69,7 @@ class Rollouts:
                 moved[field.name] = value.to(device)
         return dataclasses.replace(self, **moved)
 
-    def scored(self, *, rewards_N: Tensor, valid_N: Tensor) -> Experience:
+    def scored(self, *, rewards_N: Tensor, valid_N: Tensor, reward_parts_NK: Tensor | None = None) -> Experience:
         """Rewards arrive. A sample that could not be scored is invalid: its tokens carry no loss."""
         fields = {field.name: getattr(self, field.name) for field in dataclasses.fields(self)}
         fields["mask_NT"] = self.mask_NT & valid_N[:, None]
@@ -75,6 +77,7 @@ class Rollouts:
             **fields,
             rewards_N=rewards_N,
             valid_N=valid_N,
+            reward_parts_NK=rewards_N[:, None] if reward_parts_NK is None else reward_parts_NK,
             signal_N=valid_N,
         )
 
@@ -86,8 +89,12 @@ class Experience(Rollouts):
     rewards_N: Tensor
     valid_N: Tensor
     """[N] False where no reward could be had."""
+    reward_parts_NK: Tensor
+    """[N, K] what each reward function gave, before its weight."""
     signal_N: Tensor
     """[N] False where the algorithm knows the sample cannot change the weights: no model pass is spent on it."""
+    baseline_G: Tensor | None = None
+    """[G] reward of one greedy answer to each prompt, where the algorithm compares with it."""
     old_logprobs_NT: Tensor | None = None
     """None: strictly on-policy, the update's own log-probs are the old ones."""
     ref_logprobs_NT: Tensor | None = None
@@ -97,6 +104,10 @@ class Experience(Rollouts):
         self, *, old_logprobs: Tensor | None, ref_logprobs: Tensor | None, values: Tensor | None
     ) -> Experience:
         return dataclasses.replace(self, old_logprobs_NT=old_logprobs, ref_logprobs_NT=ref_logprobs, values_NT=values)
+
+    def compared(self, baseline_G: Tensor) -> Experience:
+        """The rewards of one greedy answer to each prompt arrive."""
+        return dataclasses.replace(self, baseline_G=baseline_G)
 
     def with_signal(self, signal_N: Tensor) -> Experience:
         return dataclasses.replace(self, signal_N=signal_N)
@@ -119,9 +130,39 @@ class TrainBatch(Experience):
     returns_NT: Tensor | None
     weights_NT: Tensor
     """[N, T] share of each token in the mini-batch's loss; denominators over all ranks are already inside."""
+    value_weights_NT: Tensor | None = None
+    """The same for the critic's loss."""
+    selected_NT: Tensor | None = None
+    """[N, T] tokens a loss singled out by statistics of the whole mini-batch."""
 
-    def weighted(self, weights_NT: Tensor) -> TrainBatch:
-        return dataclasses.replace(self, weights_NT=weights_NT)
+    def selecting(self, selected_NT: Tensor) -> TrainBatch:
+        return dataclasses.replace(self, selected_NT=selected_NT)
+
+    def weighted(self, weights_NT: Tensor, value_weights_NT: Tensor | None = None) -> TrainBatch:
+        return dataclasses.replace(self, weights_NT=weights_NT, value_weights_NT=value_weights_NT)
+
+
+def concatenate(parts: Sequence[Experience]) -> Experience:
+    """Several collections as one, before any model has evaluated them; responses are padded to the longest of all."""
+    if len(parts) == 1:
+        return parts[0]
+    width = max(part.mask_NT.shape[1] for part in parts)
+    starts = [sum(len(part.prompts) for part in parts[:i]) for i in range(len(parts))]
+
+    def widened(tensor: Tensor) -> Tensor:
+        return torch.nn.functional.pad(tensor, (0, width - tensor.shape[1]))
+
+    joined: dict[str, Any] = {}
+    for field in dataclasses.fields(parts[0]):
+        values = [getattr(part, field.name) for part in parts]
+        if values[0] is None:
+            continue
+        if field.name == "group_N":
+            values = [value + start for value, start in zip(values, starts, strict=True)]
+        elif field.name.endswith("_NT"):
+            values = [widened(value) for value in values]
+        joined[field.name] = torch.cat(values) if isinstance(values[0], Tensor) else sum(values, ())
+    return dataclasses.replace(parts[0], **joined)
 
 
 def pad_rows(rows: Sequence[Sequence[float]], *, width: int, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""`ullage eval`: mean@n and pass@k of a run or a model on held-out data."""
+"""`ullage eval`: mean@n, pass@k, best@k and maj@k of a run or a model on held-out data."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ _VAL = "actor_rollout_ref.rollout.val_kwargs"
 def add_arguments(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("model", help="a run, a checkpoint, a model folder, a GGUF file or a Hub id")
     parser.add_argument("config", nargs="?", type=Path, help="YAML file with data and reward; default: the run's own")
-    parser.add_argument("--data", metavar="FILE", help="held-out prompts: JSONL, parquet, a saved data set, a Hub id")
+    parser.add_argument("--data", metavar="FILE", help="held-out prompts: a file, a Hub id, reasoning_gym:<task>")
     parser.add_argument("--reward", metavar="NAME", help="a built-in reward, FILE.py or FILE.py:function")
     parser.add_argument("--n", type=int, metavar="N", help="samples per prompt")
     parser.add_argument("--temperature", type=float, metavar="T", help="0 is greedy")
@@ -98,20 +98,20 @@ def evaluation_config(arguments: argparse.Namespace, found: Located, overrides: 
 
 
 def table(result: Evaluation) -> str:
-    """One line per source: prompts, mean@n, and pass@k for every k."""
+    """One column per source; one line for the number of prompts and for every score."""
     prompts: dict[str, set[int]] = {}
     for row in result.rows:
         prompts.setdefault(row["source"], set()).add(row["prompt_id"])
     scores = {source: _scores_of(source, result.metrics) for source in prompts}
-    names = list(dict.fromkeys(name for values in scores.values() for name in values))
-    rows = [["source", "prompts", *names]]
+    names = dict.fromkeys(name for values in scores.values() for name in values)
+    columns = [["source", "prompts", *names]]
     for source, members in prompts.items():
         values = [f"{scores[source][name]:.4f}" if name in scores[source] else "-" for name in names]
-        rows.append([source, str(len(members)), *values])
-    widths = [max(len(row[index]) for row in rows) for index in range(len(rows[0]))]
+        columns.append([source, str(len(members)), *values])
+    widths = [max(map(len, column)) for column in columns]
     return "\n".join(
-        "  ".join([row[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(row[1:], widths[1:], strict=True))])
-        for row in rows
+        "  ".join([line[0].ljust(widths[0]), *(c.rjust(w) for c, w in zip(line[1:], widths[1:], strict=True))])
+        for line in zip(*columns, strict=True)
     )
 
 

@@ -4,9 +4,13 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from ullage.config import verl_keys
 from ullage.config.problems import Problem, shorten
+from ullage.config.tree import Data, FilterGroups
+from ullage.config.typed import coerce
 
 _ACTOR = "actor_rollout_ref.actor."
+_CRITIC = "critic."
 _MODEL = "actor_rollout_ref.model."
 _ROLLOUT = "actor_rollout_ref.rollout."
 
@@ -23,16 +27,24 @@ RENAMED = {
     _MODEL + "model_dtype": _MODEL + "dtype",
     _ROLLOUT + "prompt_length": "data.max_prompt_length",
     _ROLLOUT + "response_length": "data.max_response_length",
+    _CRITIC + "grad_clip": _CRITIC + "optim.clip_grad",
+    _CRITIC + "max_grad_norm": _CRITIC + "optim.clip_grad",
+    _CRITIC + "learning_rate": _CRITIC + "optim.lr",
+    _CRITIC + "optim.warmup_style": _CRITIC + "optim.lr_scheduler_type",
+    _CRITIC + "optim.lr_decay_style": _CRITIC + "optim.lr_scheduler_type",
     "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "reward.reward_model.enable": "reward_model.enable",
     "reward_model.num_workers": "reward.num_workers",
 }
 """Old name: our name. A null leaves our default."""
 
-UNSET_BY_NULL = frozenset({_ACTOR + "optim.lr_warmup_steps", _ACTOR + "clip_ratio_c", "reward.num_workers"})
+UNSET_BY_NULL = frozenset(
+    {*(role + "optim.lr_warmup_steps" for role in (_ACTOR, _CRITIC)), _ACTOR + "clip_ratio_c", "reward.num_workers"}
+)
 """Keys that verl lets be null where ours have a default."""
 
 OTHER_LOGGERS = frozenset({"mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio", "file", "rl_insight"})
+_OVERLONG = {"len": "length", "penalty_factor": "penalty_factor"}
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
@@ -138,6 +150,57 @@ def _custom_reward(translation: Translation) -> None:
         translation.move(f"{parent}.path", "reward.functions", [function])
 
 
+def _overlong_answers(translation: Translation) -> None:
+    """verl's penalty on long answers, under the names of its generations; its limit is the length of an answer."""
+    leaves = translation.leaves
+    for parent, section in (
+        ("reward_model.reward_kwargs", "overlong_buffer_cfg"),
+        ("reward.reward_kwargs", "overlong_buffer_cfg"),
+        ("reward_model", "overlong_buffer"),
+    ):
+        prefix = f"{parent}.{section}."
+        enabled = leaves.get(prefix + "enable")
+        if not isinstance(enabled, bool | None):
+            translation.problems.append(Problem(prefix + "enable", enabled, "must be true or false"))
+        if enabled is not True:
+            continue
+        given = {path.removeprefix(prefix): leaves.pop(path) for path in list(leaves) if path.startswith(prefix)}
+        buffer = {new: given.pop(old) for old, new in _OVERLONG.items() if given.get(old) is not None}
+        translation.move(prefix + "enable", "reward.overlong_buffer", buffer)
+        unknown = set(given) - {"enable", "log", *_OVERLONG}
+        translation.problems += [Problem(prefix + name, given[name], "unknown key") for name in sorted(unknown)]
+        longest = leaves.get("data.max_response_length", Data().max_response_length)
+        limit = leaves.pop(f"{parent}.max_resp_len", None)
+        if limit not in (None, longest):
+            rule = f"the penalty ends at data.max_response_length, which is {shorten(longest)}; leave this out"
+            translation.problems.append(Problem(f"{parent}.max_resp_len", limit, rule))
+
+
+def _generation_batches(translation: Translation) -> None:
+    """verl draws gen_batch_size prompts at a time to fill a step; here it is train_batch_size, as often as needed."""
+    # Its default of 0 batches is no limit; where nothing is filtered, that says nothing.
+    leaves = translation.leaves
+    given, limit = leaves.pop("data.gen_batch_size", None), "algorithm.filter_groups.max_num_gen_batches"
+    prompts = coerce(int, leaves.get("data.train_batch_size", Data().train_batch_size))
+    at_once = coerce(int, given)
+    batches = coerce(int, leaves.get(limit, FilterGroups().max_num_gen_batches))
+    filtering = verl_keys.filters_groups(leaves)
+    if batches == 0 and not filtering:
+        leaves.pop(limit)
+    if at_once in (None, prompts):
+        return
+    if not filtering:
+        rule = f"differs from data.train_batch_size = {shorten(prompts)}, though no groups are filtered; keep one"
+        translation.problems.append(Problem("data.gen_batch_size", given, rule))
+    elif not isinstance(at_once, int) or at_once < 1:
+        translation.problems.append(Problem("data.gen_batch_size", given, "must be a whole number above 0"))
+    elif isinstance(prompts, int) and isinstance(batches, int) and prompts > 0:
+        leaves[limit] = -(-batches * at_once // prompts)
+        translation.notices.append(
+            f"data.gen_batch_size is read as {limit} = {leaves[limit]}: prompts are drawn {prompts} at a time"
+        )
+
+
 def _loggers(translation: Translation) -> None:
     given = translation.leaves.get("trainer.logger")
     loggers = [given] if isinstance(given, str) else given
@@ -152,24 +215,31 @@ def _loggers(translation: Translation) -> None:
 
 def _sequence_parallel(translation: Translation) -> None:
     """verl multiplies a token limit by the GPUs that share a sequence; here a pass is never shared."""
-    size = translation.leaves.get(_ACTOR + "ulysses_sequence_parallel_size")
-    if not isinstance(size, int) or size < 2:
-        return
-    for key in (_ACTOR + "ppo_max_token_len_per_gpu", "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"):
-        limit = translation.leaves.get(key)
-        if isinstance(limit, int):
+    for role, key in (
+        (_ACTOR, _ACTOR + "ppo_max_token_len_per_gpu"),
+        (_ACTOR, "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu"),
+        (_CRITIC, _CRITIC + "ppo_max_token_len_per_gpu"),
+    ):
+        size, limit = translation.leaves.get(role + "ulysses_sequence_parallel_size"), translation.leaves.get(key)
+        if isinstance(size, int) and size > 1 and isinstance(limit, int):
             translation.leaves[key] = limit * size
             translation.notices.append(f"{key} = {limit} is read as {limit * size}: one pass of {size} GPUs in verl")
 
 
+def _mini_batches_of_the_critic(translation: Translation) -> None:
+    """verl can divide a step otherwise for the critic; what only repeats the actor's division needs no word."""
+    leaves = translation.leaves
+    prompts = leaves.get("data.train_batch_size", Data().train_batch_size)
+    for name, default in (("ppo_mini_batch_size", prompts), ("ppo_epochs", 1), ("shuffle", False)):
+        if _CRITIC + name in leaves and leaves[_CRITIC + name] in (None, leaves.get(_ACTOR + name) or default):
+            del leaves[_CRITIC + name]
+
+
 def _spellings(translation: Translation) -> None:
-    """Values with two spellings: short dtype names, and the vectorised form of the same estimator."""
+    """Short names of dtypes."""
     dtype = translation.leaves.get(_MODEL + "dtype")
     if isinstance(dtype, str):
         translation.leaves[_MODEL + "dtype"] = _DTYPES.get(dtype, dtype)
-    if translation.leaves.get("algorithm.adv_estimator") == "grpo_vectorized":
-        translation.leaves["algorithm.adv_estimator"] = "grpo"
-        translation.notices.append("algorithm.adv_estimator = 'grpo_vectorized' is read as 'grpo'")
 
 
 _STEPS: tuple[Callable[[Translation], None], ...] = (
@@ -178,7 +248,10 @@ _STEPS: tuple[Callable[[Translation], None], ...] = (
     _kl_coefficient,
     _greedy_evaluation,
     _custom_reward,
+    _overlong_answers,
+    _generation_batches,
     _loggers,
     _sequence_parallel,
+    _mini_batches_of_the_critic,
     _spellings,
 )

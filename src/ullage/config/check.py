@@ -1,5 +1,6 @@
 """Rules between keys, and what a run needs before it starts."""
 
+import difflib
 import re
 from collections.abc import Iterator
 
@@ -13,6 +14,8 @@ _ROLLOUT = "actor_rollout_ref.rollout."
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,79}", re.ASCII)
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{digit}" for port in ("com", "lpt") for digit in range(1, 10))}
 _COLUMNS = ("prompt", "target", "source")
+_UNGROUPED = ("ppo", "reinforce_plus_plus", "remax")
+"""Algorithms of ours whose advantages do not compare the samples of one prompt."""
 
 
 def problems(config: Config) -> Iterator[Problem]:
@@ -22,6 +25,7 @@ def problems(config: Config) -> Iterator[Problem]:
     yield from _sampling(config)
     yield from _loss(config)
     yield from _optimizer(config)
+    yield from _critic(config)
     yield from _counts(config)
     yield from _names(config)
 
@@ -40,21 +44,30 @@ def _batch_sizes(config: Config) -> Iterator[Problem]:
             "actor_rollout_ref.ref.log_prob_max_token_len_per_gpu",
             config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu,
         ),
+        ("critic.ppo_max_token_len_per_gpu", config.critic.ppo_max_token_len_per_gpu),
     ):
         if limit != "auto" and limit < longest:
             rule = f"must hold one whole sequence: max_prompt_length + max_response_length = {longest}"
             yield Problem(path, limit, f"{rule}; raise it to that, shorten those, or set it to auto", lengths)
 
 
-def _is_grpo(config: Config) -> bool:
-    return (config.algorithm.adv_estimator or config.algorithm.name) == "grpo"
-
-
 def _groups(config: Config) -> Iterator[Problem]:
-    n = config.actor_rollout_ref.rollout.n
-    if n < 2 and _is_grpo(config):
-        rule = "must be at least 2 for grpo: a sample is compared with the others of its prompt"
-        yield Problem(_ROLLOUT + "n", n, rule, ("algorithm.name", "algorithm.adv_estimator"))
+    algorithm, n = config.algorithm, config.actor_rollout_ref.rollout.n
+    given = algorithm.adv_estimator or algorithm.name or "grpo"
+    estimator = verl_keys.ALGORITHM_NAMES.get(given, given)
+    filtered = algorithm.filter_groups.enable
+    if filtered is None:
+        filtered = algorithm.name == "dapo"
+    read = ("algorithm.name", "algorithm.adv_estimator", "algorithm.filter_groups.enable")
+    if filtered and estimator in _UNGROUPED:
+        rule = f"{estimator} does not compare the samples of a prompt, so no group is without signal; set it to false"
+        yield Problem("algorithm.filter_groups.enable", algorithm.filter_groups.enable, rule, read[:2])
+    elif n < 2 and estimator not in _UNGROUPED and estimator in extensions.known("algorithms"):
+        rule = f"must be at least 2 for {estimator}: a sample is compared with the others of its prompt"
+        yield Problem(_ROLLOUT + "n", n, rule, read)
+    elif n < 2 and filtered:
+        rule = "must be at least 2 where groups are filtered: the rewards of one sample cannot differ"
+        yield Problem(_ROLLOUT + "n", n, rule, read)
 
 
 def _sampling(config: Config) -> Iterator[Problem]:
@@ -73,20 +86,38 @@ def _loss(config: Config) -> Iterator[Problem]:
     actor = config.actor_rollout_ref.actor
     if actor.clip_ratio_c <= 1:
         yield Problem(_ACTOR + "clip_ratio_c", actor.clip_ratio_c, "must be above 1: it bounds the ratio from above")
+    low, high = actor.policy_loss.clip_cov_lb, actor.policy_loss.clip_cov_ub
+    if low >= high:
+        rule = f"must be below clip_cov_ub = {high}: a token is a candidate between the two"
+        yield Problem(_ACTOR + "policy_loss.clip_cov_lb", low, rule, (_ACTOR + "policy_loss.clip_cov_ub",))
+    overlong, longest = config.reward.overlong_buffer, config.data.max_response_length
+    if overlong is not None and overlong.length > longest:
+        rule = f"must be at most data.max_response_length = {longest}: these are its last tokens"
+        read = ("reward.overlong_buffer", "data.max_response_length")
+        yield Problem("reward.overlong_buffer.length", overlong.length, rule, read)
 
 
 def _optimizer(config: Config) -> Iterator[Problem]:
-    optim = config.actor_rollout_ref.actor.optim
-    if not all(0 <= beta < 1 for beta in optim.betas):
-        yield Problem(_ACTOR + "optim.betas", list(optim.betas), "each must be at least 0 and below 1")
-    for name in ("lr_warmup_steps_ratio", "min_lr_ratio"):
-        share = getattr(optim, name)
-        if share > 1:
-            yield Problem(f"{_ACTOR}optim.{name}", share, "must be at most 1: it is a share")
-    if optim.lr_warmup_steps < -1:
-        yield Problem(
-            _ACTOR + "optim.lr_warmup_steps", optim.lr_warmup_steps, "must be at least 0, or -1 for the ratio"
-        )
+    for path, optim in (
+        (_ACTOR + "optim.", config.actor_rollout_ref.actor.optim),
+        ("critic.optim.", config.critic.optim),
+    ):
+        if not all(0 <= beta < 1 for beta in optim.betas):
+            yield Problem(path + "betas", list(optim.betas), "each must be at least 0 and below 1")
+        for name in ("lr_warmup_steps_ratio", "min_lr_ratio"):
+            share = getattr(optim, name)
+            if share > 1:
+                yield Problem(path + name, share, "must be at most 1: it is a share")
+        if optim.lr_warmup_steps < -1:
+            rule = "must be at least 0, or -1 for the ratio"
+            yield Problem(path + "lr_warmup_steps", optim.lr_warmup_steps, rule)
+
+
+def _critic(config: Config) -> Iterator[Problem]:
+    path = config.critic.model.path
+    if config.critic.share_actor and path is not None:
+        rule = "a critic that shares the actor's weights has no model of its own; leave one of the two out"
+        yield Problem("critic.model.path", path, rule, ("critic.share_actor",))
 
 
 def _counts(config: Config) -> Iterator[Problem]:
@@ -121,6 +152,12 @@ def _names(config: Config) -> Iterator[Problem]:
             yield Problem(f"reward.functions[{index}]", {}, "needs a path or a name", ("reward.functions",))
 
 
+def notices(config: Config) -> Iterator[str]:
+    """What is allowed, and worth a second look."""
+    if config.algorithm.use_kl_in_reward and config.actor_rollout_ref.actor.use_kl_loss:
+        yield f"algorithm.use_kl_in_reward and {_ACTOR}use_kl_loss are both on: the KL is counted twice"
+
+
 def is_run_name(name: str) -> bool:
     """Whether a run may be called so on every file system."""
     if not _NAME.fullmatch(name) or ".." in name or name.endswith("."):
@@ -141,8 +178,6 @@ def _roles_not_yet(config: Config) -> Iterator[Problem]:
     if engine != "embedded":
         rule = f"this engine comes in a later release; set {_ROLLOUT}name=embedded"
         yield Problem(_ROLLOUT + "name", engine, rule)
-    if config.critic.enable:
-        yield Problem("critic.enable", True, "a critic comes in a later release; use algorithm=grpo")
     if config.reward_model.enable:
         rule = "a reward model comes in a later release; score with reward functions"
         yield Problem("reward_model.enable", True, rule)
@@ -152,19 +187,27 @@ def _roles_not_yet(config: Config) -> Iterator[Problem]:
 
 
 def _methods_not_yet(config: Config) -> Iterator[Problem]:
-    algorithm, loss_mode = config.algorithm, config.actor_rollout_ref.actor.policy_loss.loss_mode
-    known = extensions.known("algorithms")
-    if "." not in algorithm.name and known and algorithm.name not in known:
-        yield Problem("algorithm.name", algorithm.name, f"this release has {', '.join(known)}; set algorithm=grpo")
-    if algorithm.adv_estimator not in (None, "grpo"):
-        rule = "other advantage estimators come in a later release; set algorithm.adv_estimator=grpo"
-        yield Problem("algorithm.adv_estimator", algorithm.adv_estimator, rule)
-    if loss_mode != "vanilla":
-        rule = f"other policy losses come in a later release; set {_ACTOR}policy_loss.loss_mode=vanilla"
-        yield Problem(_ACTOR + "policy_loss.loss_mode", loss_mode, rule)
-    if algorithm.use_kl_in_reward:
-        rule = f"KL in the reward comes in a later release; set it to false, and {_ACTOR}use_kl_loss=true"
-        yield Problem("algorithm.use_kl_in_reward", True, rule)
+    for path, name in (
+        ("algorithm.name", config.algorithm.name),
+        ("algorithm.adv_estimator", config.algorithm.adv_estimator),
+        (_ACTOR + "policy_loss.loss_mode", config.actor_rollout_ref.actor.policy_loss.loss_mode),
+    ):
+        rule = _method_rule(name) if name else None
+        if rule:
+            yield Problem(path, name, rule)
+
+
+def _method_rule(name: str) -> str | None:
+    """What is wrong with the name of an algorithm or of a part of one: a file of ours, a module or a user's file."""
+    known = [*extensions.known("algorithms"), *verl_keys.ALGORITHM_NAMES]
+    if "." in name or name in known:
+        return None
+    listed = ", ".join(sorted(known))
+    if name in verl_keys.ALGORITHMS_LATER:
+        return f"comes in a later release; this one has {listed}"
+    guess = difflib.get_close_matches(name, known, n=1)
+    meant = f"did you mean {guess[0]}? " if guess else ""
+    return f"unknown; {meant}Known are {listed}; or give a dotted module, or a path that ends in .py"
 
 
 def _keys_not_yet(config: Config) -> Iterator[Problem]:

@@ -13,6 +13,7 @@ from annotated_types import Ge, Gt, Le, Lt
 from pydantic.fields import FieldInfo
 
 from ullage.config import tree
+from ullage.config.problems import shorten
 from ullage.config.tree import Config, Section
 
 
@@ -73,7 +74,9 @@ def _docs(section: type[Section]) -> dict[str, str]:
     """The string under each field. Read from the source here, on demand, because pydantic would do so at import."""
     body = ast.parse(inspect.getsource(section)).body[0]
     assert isinstance(body, ast.ClassDef), f"not a class: {section}"
-    docs: dict[str, str] = {}
+    parent = section.__base__
+    assert parent is not None, "every section is a Section"
+    docs = {} if parent is Section else dict(_docs(parent))
     for statement, following in zip(body.body, body.body[1:], strict=False):
         if isinstance(statement, ast.AnnAssign) and isinstance(statement.target, ast.Name):
             match following:
@@ -116,7 +119,7 @@ def describe(annotation: object) -> str:
     if origin in (Union, types.UnionType):
         return ", or ".join(describe(argument) for argument in arguments)
     if origin is Literal:
-        values = ", ".join(repr(value) for value in arguments)
+        values = ", ".join(shorten(value) for value in arguments)
         return f"one of {values}" if len(arguments) > 1 else values
     if origin is tuple:
         return f"a list of {len(arguments)} items, each {describe(arguments[0])}"
@@ -160,4 +163,6 @@ def nearest(path: str, more: tuple[str, ...] = ()) -> str | None:
 
 
 def _likeness(path: str, candidate: str) -> float:
-    return difflib.SequenceMatcher(None, path, candidate).ratio()
+    """Of a path and the end of another, as many sections long: few write out the whole path."""
+    end = ".".join(candidate.split(".")[-path.count(".") - 1 :])
+    return difflib.SequenceMatcher(None, path, end).ratio()

@@ -48,10 +48,11 @@ def load_mapping(mapping: Mapping[str, Any], overrides: Sequence[str] = (), sour
     if not isinstance(mapping, Mapping):
         raise ConfigError(f"a config is a mapping of keys, not {type(mapping).__name__}", REMEDY)
     given = {name: _plain(value) for name, value in mapping.items()}
-    _expand_shorthands(given)
+    _expand_shorthands(given, {})
     for item in overrides:
+        before = dict(given)
         apply_override(given, item)
-        _expand_shorthands(given)
+        _expand_shorthands(given, before)
     translation = Translation({})
     _flatten(given, "", translation)
     _check_values(translation)
@@ -66,7 +67,7 @@ def load_mapping(mapping: Mapping[str, Any], overrides: Sequence[str] = (), sour
         problem for problem in check.problems(config) if problem.path not in wrong and wrong.isdisjoint(problem.also)
     ]
     raise_if_any([*translation.problems, *problems, *crossed], source, REMEDY)
-    return Loaded(config, list(dict.fromkeys(translation.notices)), given)
+    return Loaded(config, list(dict.fromkeys([*translation.notices, *check.notices(config)])), given)
 
 
 def resolved_yaml(config: Config) -> str:
@@ -86,13 +87,16 @@ def _plain(value: object) -> object:
     return os.fspath(value) if isinstance(value, Path) else value
 
 
-def _expand_shorthands(given: dict[str, Any]) -> None:
-    """`algorithm: grpo` and `reward: gsm8k` (or a file, or a list of them) name the section's main key."""
-    if isinstance(given.get("algorithm"), str):
-        given["algorithm"] = {"name": given["algorithm"]}
+def _expand_shorthands(given: dict[str, Any], before: Mapping[str, Any]) -> None:
+    """`algorithm: grpo` and `reward: gsm8k` (or a file, or a list of them) name the section's main key.
+
+    As an override they leave the section's other keys as they were `before`.
+    """
+    for section, key, kinds in (("algorithm", "name", str), ("reward", "functions", str | list)):
+        if isinstance(given.get(section), kinds):
+            kept = before.get(section)
+            given[section] = {**(kept if isinstance(kept, dict) else {}), key: given[section]}
     reward = given.get("reward")
-    if isinstance(reward, str | list):
-        given["reward"] = reward = {"functions": reward}
     if isinstance(reward, dict) and "functions" in reward:
         functions = reward["functions"]
         functions = [functions] if isinstance(functions, str | dict) else functions

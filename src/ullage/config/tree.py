@@ -15,6 +15,11 @@ class Section(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid", protected_namespaces=(), strict=True, allow_inf_nan=False)
 
 
+KLEstimator = Literal[
+    "kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3", "kl+", "k1+", "abs+", "mse+", "k2+", "low_var_kl+", "k3+"
+]
+
+
 class Data(Section):
     train_files: list[str] = []
     """JSONL, parquet, a folder saved with `datasets`, or a Hub id; several are read as one."""
@@ -52,7 +57,7 @@ class Model(Section):
 
 
 class Optim(Section):
-    lr: PositiveFloat = 1e-6
+    lr: NonNegativeFloat = 1e-6
     weight_decay: NonNegativeFloat = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
     eps: PositiveFloat = 1e-8
@@ -67,8 +72,17 @@ class Optim(Section):
 
 
 class PolicyLoss(Section):
-    loss_mode: str = "vanilla"
-    """The policy loss; vanilla is PPO's clipped surrogate."""
+    loss_mode: str | None = None
+    """Replaces the algorithm's own policy loss; vanilla is PPO's clipped surrogate."""
+    clip_cov_ratio: NonNegativeFloat = 2e-4
+    """clip_cov: share of tokens taken out of the loss."""
+    clip_cov_lb: float = 1.0
+    clip_cov_ub: float = 5.0
+    """clip_cov: a token is a candidate when its covariance lies between these."""
+    kl_cov_ratio: NonNegativeFloat = 2e-4
+    """kl_cov: share of tokens that pay the KL penalty."""
+    ppo_kl_coef: NonNegativeFloat = 0.1
+    """kl_cov: weight of that penalty."""
 
 
 class Actor(Section):
@@ -92,15 +106,20 @@ class Actor(Section):
     clip_ratio_c: float = 3.0
     """Dual clip: bound of the loss where the advantage is negative (arXiv:1912.09729)."""
     loss_agg_mode: Literal[
-        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm"
-    ] = "token-mean"
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", None
+    ] = None
+    """How token losses become one number; the algorithm's own way when null."""
     loss_scale_factor: PositiveFloat | None = None
     """Divisor of seq-mean-token-sum-norm; max_response_length when null."""
+    tau_pos: PositiveFloat = 1.0
+    tau_neg: PositiveFloat = 1.05
+    """sapo: how sharply the gate closes for good and for bad samples."""
     entropy_coeff: float = 0.0
     use_kl_loss: bool = False
     """Add a KL term to the reference to the loss; needs a copy of the weights."""
     kl_loss_coef: NonNegativeFloat = 0.001
-    kl_loss_type: Literal["kl", "k1", "abs", "mse", "k2", "low_var_kl", "k3"] = "low_var_kl"
+    kl_loss_type: KLEstimator = "low_var_kl"
+    """With a + the value is this estimator's and the gradient is k2's, which is the KL's own."""
     max_nonfinite_steps: NonNegativeInt = 3
     """Updates with a non-finite gradient that may be skipped before the run stops with code 70."""
 
@@ -142,9 +161,31 @@ class ActorRolloutRef(Section):
     ref: Ref = Ref()
 
 
+class CriticModel(Section):
+    path: str | None = None
+    """A causal language model, or a classifier with one label, whose head is kept; the actor's model when null."""
+
+
+class CriticOptim(Optim):
+    lr: PositiveFloat = 1e-5
+
+
 class Critic(Section):
     enable: bool | None = None
     """null: on when the algorithm needs one."""
+    model: CriticModel = CriticModel()
+    share_actor: bool = False
+    """A value head on the actor's own hidden states instead of a second model. Only that head is trained by the value
+    loss: no gradient flows into the actor's weights."""
+    optim: CriticOptim = CriticOptim()
+    cliprange_value: PositiveFloat = 0.5
+    """How far from its old value a new one may count as better (arXiv:2005.12729 section 3)."""
+    loss_agg_mode: Literal[
+        "token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm", None
+    ] = None
+    """How token losses become one number; the actor's way when null."""
+    ppo_max_token_len_per_gpu: PositiveInt | Literal["auto"] = "auto"
+    """Tokens of one pass of the critic; the actor's limit when auto."""
 
 
 class RewardModel(Section):
@@ -161,9 +202,18 @@ class RewardFunction(Section):
     """Extra keyword arguments of every call."""
 
 
+class OverlongBuffer(Section):
+    length: PositiveInt
+    """The penalty grows over this many last tokens before max_response_length (DAPO, arXiv:2503.14476 eq. 13)."""
+    penalty_factor: NonNegativeFloat = 1.0
+    """The penalty at max_response_length."""
+
+
 class Reward(Section):
     functions: list[RewardFunction] = []
     """Scored separately, summed with their weights."""
+    overlong_buffer: OverlongBuffer | None = None
+    """`length` and `penalty_factor` of a penalty on answers near the length limit; none when null."""
     timeout_seconds: PositiveFloat = 10.0
     """Time limit of one call; a call that exceeds it costs its sample, not the run."""
     num_workers: PositiveInt | Literal["auto"] = "auto"
@@ -171,14 +221,39 @@ class Reward(Section):
     """Share of a step's samples that may fail to score before the run stops with code 69."""
 
 
+class KLControl(Section):
+    type: Literal["fixed", "adaptive"] = "fixed"
+    """adaptive steers the coefficient until the KL is target_kl (arXiv:1909.08593)."""
+    kl_coef: NonNegativeFloat = 0.001
+    target_kl: PositiveFloat = 0.1
+    horizon: PositiveInt = 10_000
+    """Samples over which an adaptive coefficient moves."""
+
+
+class FilterGroups(Section):
+    enable: bool | None = None
+    """Replace groups without signal by new prompts; null: where the algorithm does (dapo)."""
+    max_num_gen_batches: PositiveInt = 10
+    """Batches sampled for one step before it goes on with the groups it has."""
+
+
 class Algorithm(Section):
-    name: str = "grpo"
-    """A file of ullage/algorithms, a dotted module, or a path that ends in .py."""
+    name: str | None = None
+    """A file of ullage/algorithms, a dotted module, or a path that ends in .py; grpo when nothing is given."""
     adv_estimator: str | None = None
     """Replaces the algorithm's own advantage estimator."""
     norm_adv_by_std_in_grpo: bool = True
     """False is Dr. GRPO (arXiv:2503.20783)."""
+    gamma: float = Field(default=1.0, ge=0, le=1)
+    """Discount per token."""
+    lam: float = Field(default=1.0, ge=0, le=1)
+    """GAE: 1 trusts the rewards, 0 the critic."""
     use_kl_in_reward: bool = False
+    """Take the KL to the reference from the reward of each token."""
+    kl_penalty: KLEstimator = "kl"
+    """The estimator used there."""
+    kl_ctrl: KLControl = KLControl()
+    filter_groups: FilterGroups = FilterGroups()
 
 
 class Trainer(Section):
@@ -199,6 +274,8 @@ class Trainer(Section):
     test_freq: int = -1
     """Evaluate every so many steps; -1: only at the end."""
     val_before_train: bool = True
+    critic_warmup: NonNegativeInt = 0
+    """First steps in which only the critic is trained, where there is one."""
     max_ckpt_to_keep: PositiveInt = 2
     """Newest checkpoints kept beside the best one."""
     logger: list[Literal["console", "tensorboard", "wandb"]] = ["console"]

@@ -8,9 +8,9 @@ from typing import Annotated, Any, Union, get_args, get_origin
 
 from pydantic import ValidationError
 
-from ullage.config.keys import describe, describe_field, fields_by_path
+from ullage.config.keys import describe, describe_field, fields_by_path, section_of
 from ullage.config.problems import Problem
-from ullage.config.tree import Config, RewardFunction
+from ullage.config.tree import Config, Section
 from ullage.config.yaml_reader import resolve_plain
 
 _PATHS = {
@@ -18,6 +18,7 @@ _PATHS = {
     "data.val_files",
     "actor_rollout_ref.model.path",
     "actor_rollout_ref.model.tokenizer_path",
+    "critic.model.path",
     "trainer.default_local_dir",
 }
 """Keys in which a leading ~ is the home folder, so that no reader has to think of it."""
@@ -33,7 +34,8 @@ def typed(leaves: Mapping[str, Any]) -> tuple[Config, list[Problem]]:
     problems: dict[str, Problem] = {}
     for detail in details:
         path, inside = _split_location(detail["loc"])
-        problem = _problem(path, inside, detail["input"], leaves[path])
+        at = None if detail["type"] == "missing" else detail["input"]
+        problem = _problem(path, inside, at, leaves[path])
         problems.setdefault(problem.path, problem)
         coerced.pop(path, None)
     return Config.model_validate(_nested(coerced)), list(problems.values())
@@ -75,8 +77,9 @@ def coerce(annotation: object, value: object) -> object:
         return [coerce(arguments[0], item) for item in items] if isinstance(items, list) else value
     if origin is tuple and isinstance(value, list):
         return tuple(coerce(arguments[0], item) for item in value)
-    if annotation is RewardFunction and isinstance(value, dict):
-        return _coerce_reward_function(value)
+    section = section_of(annotation)
+    if section and isinstance(value, dict):
+        return _coerce_section(section, value)
     return _coerce_number(annotation, value)
 
 
@@ -94,10 +97,11 @@ def _coerce_number(annotation: object, value: object) -> object:
         return value
 
 
-def _coerce_reward_function(function: dict[Any, Any]) -> dict[Any, Any]:
-    fields = RewardFunction.model_fields
+def _coerce_section(section: type[Section], values: dict[Any, Any]) -> dict[Any, Any]:
+    """A section inside a value: a reward function, or one that may be null."""
+    fields = section.model_fields
     coerced = {
-        name: coerce(fields[name].annotation, value) if name in fields else value for name, value in function.items()
+        name: coerce(fields[name].annotation, value) if name in fields else value for name, value in values.items()
     }
     path = coerced.get("path")
     return {**coerced, "path": os.path.expanduser(path)} if isinstance(path, str) else coerced
@@ -117,9 +121,12 @@ def _split_location(location: tuple[int | str, ...]) -> tuple[str, tuple[int | s
 
 def _problem(path: str, inside: tuple[int | str, ...], at: object, value: object) -> Problem:
     field = fields_by_path()[path]
+    section = next(filter(None, map(section_of, get_args(field.annotation))), None)
     match inside:
-        case (int(index), str(name), *_) if path == "reward.functions":
-            return _reward_problem(f"{path}[{index}].{name}", name, at)
+        case (int(index), str(name), *_) if section:
+            return _inner_problem(section, f"{path}[{index}].{name}", name, at)
+        case (str(name), *_) if section:
+            return _inner_problem(section, f"{path}.{name}", name, at)
         case (int(index), *_) if get_origin(field.annotation) is list:
             return Problem(f"{path}[{index}]", at, "must be " + describe(get_args(field.annotation)[0]))
     wants = describe_field(field)
@@ -127,8 +134,8 @@ def _problem(path: str, inside: tuple[int | str, ...], at: object, value: object
     return Problem(path, value, f"must be {wants}" + ("; put it in quotes" if unquoted else ""))
 
 
-def _reward_problem(path: str, name: str, value: object) -> Problem:
-    fields = RewardFunction.model_fields
+def _inner_problem(section: type[Section], path: str, name: str, value: object) -> Problem:
+    fields = section.model_fields
     if name in fields:
         return Problem(path, value, "must be " + describe_field(fields[name]))
     guess = difflib.get_close_matches(name, fields, n=1)

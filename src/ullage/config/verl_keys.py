@@ -12,6 +12,20 @@ from typing import Any
 Leaves = Mapping[str, Any]
 """The config as given: key path to value."""
 
+ALGORITHM_NAMES = {
+    "gae": "ppo",
+    "vanilla": "ppo",
+    "geo_mean": "gmpo",
+    "grpo_vectorized": "grpo",
+    "rloo_vectorized": "rloo",
+}
+"""verl's estimators and losses whose file in ullage/algorithms is called otherwise."""
+
+ALGORITHMS_LATER = frozenset(
+    {"optimal_token_baseline", "tir_optimal_token_baseline", "dppo_tv", "dppo_kl", "dro", "bypass_mode"}
+)
+"""Those that have no file yet."""
+
 
 @dataclass(frozen=True)
 class Rule:
@@ -57,15 +71,6 @@ def _critic(leaves: Leaves) -> bool:
     return wanted is True or (wanted is None and estimator in ("gae", "ppo"))
 
 
-def _discounted(leaves: Leaves) -> bool:
-    estimator = leaves.get("algorithm.adv_estimator") or leaves.get("algorithm.name")
-    return estimator in ("gae", "ppo", "reinforce_plus_plus")
-
-
-def _kl_in_reward(leaves: Leaves) -> bool:
-    return leaves.get("algorithm.use_kl_in_reward") is True
-
-
 def _reward_model(leaves: Leaves) -> bool:
     return leaves.get("reward_model.enable") is True
 
@@ -75,25 +80,28 @@ def _lora(leaves: Leaves) -> bool:
     return any(leaves.get(model + name) not in (None, 0) for name in ("lora_rank", "lora.rank", "lora_adapter_path"))
 
 
-def _other_loss(leaves: Leaves) -> bool:
-    return bool(leaves.get("actor_rollout_ref.actor.policy_loss.loss_mode", "vanilla") != "vanilla")
-
-
 def _multi_turn(leaves: Leaves) -> bool:
     return leaves.get("actor_rollout_ref.rollout.multi_turn.enable") is True
-
-
-def _overlong_penalty(leaves: Leaves) -> bool:
-    parents = ("reward_model.reward_kwargs", "reward.reward_kwargs")
-    return any(leaves.get(f"{parent}.overlong_buffer_cfg.enable") is True for parent in parents)
 
 
 def _pf_ppo(leaves: Leaves) -> bool:
     return leaves.get("algorithm.use_pf_ppo") is True
 
 
-def _filter_groups(leaves: Leaves) -> bool:
-    return leaves.get("algorithm.filter_groups.enable") is True
+def filters_groups(leaves: Leaves) -> bool:
+    """Whether groups without signal are replaced: where that is asked for, and by dapo unless it is switched off."""
+    wanted = leaves.get("algorithm.filter_groups.enable")
+    return wanted is True or (wanted is None and leaves.get("algorithm.name") == "dapo")
+
+
+def _other_metric(leaves: Leaves) -> bool:
+    """Groups are compared by what their answers are worth: without the penalty on long answers, without the KL."""
+    same = ["acc", "score"]
+    if leaves.get("reward.overlong_buffer") is None:
+        same += ["seq_reward"]
+        if leaves.get("algorithm.use_kl_in_reward") is not True:
+            same += ["seq_final_reward"]
+    return filters_groups(leaves) and leaves.get("algorithm.filter_groups.metric") not in same
 
 
 def _resuming(leaves: Leaves) -> bool:
@@ -155,17 +163,22 @@ REFUSED = (
 _LORA = "LoRA comes in a later release; set lora_rank=0 for full fine-tuning"
 _TURNS = "several turns and tools come in a later release"
 _CORRECTION = "rollout correction comes in a later release; the embedded engine has nothing to correct"
-_FILTER = "filtering groups comes in a later release"
 _RESAMPLING = "resampling by reward comes in a later release"
 _VISION = "images, video and sound come in a later release; train on text"
 _OPTIMIZER = "optimizers other than AdamW come in a later release"
 
 LATER = (
-    Rule("a critic comes in a later release; use algorithm=grpo", "critic.* trainer.critic_warmup", when=_critic),
     Rule(
-        "the penalty on long answers comes in a later release; put it in a reward function",
-        "*.reward_kwargs *.reward_kwargs.*",
-        when=_overlong_penalty,
+        "mini-batches of its own for the critic come in a later release: it is trained on the actor's",
+        "critic.ppo_mini_batch_size critic.ppo_epochs critic.shuffle",
+        unless=(None,),
+        when=_critic,
+    ),
+    Rule(
+        "LoRA for the critic comes in a later release; leave it out, or set critic.share_actor=true",
+        "critic.model.lora_rank critic.model.lora_adapter_path critic.model.lora.rank",
+        unless=(None, 0),
+        when=_critic,
     ),
     Rule(
         "a reward model comes in a later release; score with reward functions",
@@ -185,24 +198,9 @@ LATER = (
         when=_lora,
     ),
     Rule(
-        "other advantage estimators come in a later release; use algorithm=grpo",
-        "algorithm.gamma algorithm.lam",
-        when=_discounted,
-    ),
-    Rule(
-        "KL in the reward comes in a later release; use actor_rollout_ref.actor.use_kl_loss=true",
-        "algorithm.kl_penalty algorithm.kl_ctrl.*",
-        when=_kl_in_reward,
-    ),
-    Rule(
         "sandboxes and reward managers come in a later release; score with a reward function of your own",
         "*sandbox_fusion.url *reward_loop_module_path *reward_manager.module.path",
         unless=(None, ""),
-    ),
-    Rule(
-        "other policy losses come in a later release; set policy_loss.loss_mode=vanilla",
-        "*.actor.policy_loss.* *.actor.tau_pos *.actor.tau_neg",
-        when=_other_loss,
     ),
     Rule(
         _TURNS,
@@ -218,8 +216,12 @@ LATER = (
         unless=(None, False),
     ),
     Rule(_CORRECTION, "*.actor.tis_imp_ratio_cap", unless=(None, -1)),
-    Rule(_FILTER, "algorithm.filter_groups.enable", unless=(None, False)),
-    Rule(_FILTER, "algorithm.filter_groups.* data.gen_batch_size", unless=(None,), when=_filter_groups),
+    Rule(
+        "filtering groups by another number than the whole reward comes in a later release; leave it out",
+        "algorithm.filter_groups.metric",
+        unless=(None,),
+        when=_other_metric,
+    ),
     Rule(_RESAMPLING, "algorithm.use_pf_ppo", unless=(None, False)),
     Rule(_RESAMPLING, "algorithm.pf_ppo.*", when=_pf_ppo),
     # The usual column names are in every config of verl's, also for text.
@@ -234,6 +236,13 @@ LATER = (
     Rule("distillation comes in a later release", "distillation.enabled distillation.enable", unless=(None, False)),
     Rule("asynchronous training comes in a later release", "trainer.v1.trainer_mode", unless=(None, "sync")),
     Rule("asynchronous training comes in a later release", "async_training.*", unless=(None,)),
+    Rule(
+        "other optimizers and schedules come in a later release",
+        """critic.optim.optimizer critic.optim.optimizer_impl critic.optim.num_cycles critic.optim.lr_warmup_init
+        critic.optim.lr_decay_steps critic.optim.min_lr""",
+        unless=(None, "AdamW", "adamw", "Adam", "adam", "torch.optim", 0.5, 0),
+        when=_critic,
+    ),
     Rule(_OPTIMIZER, "*.actor.optim.optimizer", unless=(None, "AdamW", "adamw", "Adam", "adam")),
     Rule(_OPTIMIZER, "*.actor.optim.optimizer_impl", unless=(None, "torch.optim")),
     Rule("other schedules come in a later release", "*.actor.optim.num_cycles", unless=(None, 0.5)),
@@ -254,7 +263,7 @@ NO_EFFECT = (
     Rule("batches are always packed by tokens", "*use_dynamic_bsz"),
     Rule("results do not depend on it; the memory dial is ppo_max_token_len_per_gpu", "*micro_batch_size*"),
     Rule(
-        "old log-probs use the limit of the update",
+        "log-probs and values use the limit of the update",
         """*.rollout.log_prob_max_token_len_per_gpu *.actor.log_prob_max_token_len_per_gpu
         *.forward_max_token_len_per_gpu""",
     ),
@@ -287,14 +296,20 @@ NO_EFFECT = (
     Rule("the rollout always returns its log-probs", "*.rollout.calculate_log_probs *.rollout.logprobs_mode"),
     Rule("a prompt has one answer, without an agent loop", "*.agent.* *.multi_turn.*", unless=(None, False)),
     Rule("only text is read", "data.image_key data.video_key data.audio_key", unless=(None,)),
+    Rule("groups are compared by their rewards", "algorithm.filter_groups.metric", when=filters_groups),
+    Rule("a step's prompts are sampled together", "algorithm.filter_groups.max_inflight_gen_batches"),
+    Rule(
+        "there is no penalty on long answers",
+        "*.overlong_buffer_cfg.* reward_model.overlong_buffer.* *.reward_kwargs.max_resp_len",
+        unless=(False,),
+    ),
     Rule(
         "only read by features that are off",
         """algorithm.rollout_correction.* algorithm.rollout_is* algorithm.rollout_rs* algorithm.pf_ppo.*
-        algorithm.filter_groups.* data.gen_batch_size algorithm.gamma algorithm.lam algorithm.kl_penalty
-        algorithm.kl_ctrl.* *.actor.policy_loss.* *.actor.tau_pos *.actor.tau_neg *.actor.calculate_*
-        *.actor.sum_pi_squared* *.router_replay.* *.rollout.enable_rollout_routing_replay *.model.lora_alpha
-        *.model.target_modules *.model.exclude_modules *.model.target_parameters *.model.lora.* *.model.mtp.*
-        distillation.* data.image_patch_size data.mm_processor_kwargs* *.qat.* trainer.v1.*""",
+        algorithm.filter_groups.metric *.actor.calculate_* *.actor.sum_pi_squared* *.router_replay.*
+        *.rollout.enable_rollout_routing_replay *.model.lora_alpha *.model.target_modules *.model.exclude_modules
+        *.model.target_parameters *.model.lora.* *.model.mtp.* distillation.* data.image_patch_size
+        data.mm_processor_kwargs* *.qat.* trainer.v1.*""",
         unless=(False, "disabled"),
     ),
     Rule(
@@ -302,13 +317,18 @@ NO_EFFECT = (
         """*reward_manager reward_manager.* reward.reward_manager.* *reward_kwargs *.reward_kwargs.* *reward_loop*
         reward_model.launch_reward_fn_async *sandbox_fusion.*""",
     ),
-    Rule("there is no critic", "critic.* trainer.critic_warmup trainer.max_critic_ckpt_to_keep"),
+    Rule("there is no critic", "critic.*", when=lambda leaves: not _critic(leaves)),
+    Rule("the critic recomputes where the actor does", "critic.model.enable_gradient_checkpointing"),
+    Rule("the critic reads the actor's tokens", "critic.model.tokenizer_path"),
     Rule("there is no reward model", "reward_model.* reward.reward_model.*"),
     Rule(
         "a run is resumed with `ullage resume`",
         "trainer.resume_mode trainer.resume_from_path trainer.del_local_ckpt_after_load",
     ),
-    Rule("a checkpoint always holds everything", "*.checkpoint.* trainer.default_hdfs_dir trainer.esi_*"),
+    Rule(
+        "a checkpoint always holds everything",
+        "*.checkpoint.* trainer.default_hdfs_dir trainer.esi_* trainer.max_critic_ckpt_to_keep",
+    ),
     Rule(
         "samples are written to the run's folder",
         "trainer.rollout_data_dir trainer.validation_data_dir trainer.log_val_generations *.rollout.trace.*",
@@ -324,12 +344,12 @@ NO_EFFECT = (
         """data.return_* data.val_batch_size data.dataloader_num_workers data.filter_overlong_prompts_workers
         data.validation_shuffle data.need_tools_kwargs data.cache_dir *.use_shm""",
     ),
-    Rule("order within a step follows trainer.seed", "*.actor.data_loader_seed *.rollout.seed"),
+    Rule("order within a step follows trainer.seed", "*.data_loader_seed *.rollout.seed"),
     Rule("read from the model folder", "*.model.hf_config_path *.model.input_tokenizer data.tokenizer", unless=(None,)),
-    Rule("follows from other keys", "*.actor.optim.total_training_steps *.rollout_n"),
+    Rule("follows from other keys", "*.optim.total_training_steps *.rollout_n"),
     Rule(
         "the optimizer is AdamW, with its state in place",
-        """*.actor.optim.override_optimizer_config* *.actor.optim.lr_* *.actor.optim.*weight_decay_*
-        *.actor.optim.min_lr *.actor.optim.zero_indexed_step *.actor.optim.use_checkpoint_opt_param_scheduler""",
+        """*.optim.override_optimizer_config* *.optim.lr_* *.optim.*weight_decay_*
+        *.optim.min_lr *.optim.zero_indexed_step *.optim.use_checkpoint_opt_param_scheduler""",
     ),
 )

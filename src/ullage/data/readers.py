@@ -1,4 +1,4 @@
-"""Rows of JSONL and parquet files, folders saved with `datasets` and data sets of the Hub, as plain JSON values."""
+"""Rows of JSONL and parquet files, saved folders, data sets of the Hub and generated ones, as plain JSON values."""
 
 import contextlib
 import difflib
@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ullage.base.errors import DataError
+from ullage.data.generated import generated_rows, is_generated
 from ullage.data.values import excerpt, one_line, plain
 
 JSON_SUFFIXES = (".jsonl", ".json", ".jsonl.gz", ".json.gz")
@@ -31,12 +32,14 @@ class Row:
 
 
 def read_rows(file: str) -> Iterator[Row]:
-    """The rows of one data set, in order: whatever exists on disk is read from there, anything else is a Hub id."""
+    """The rows of one data set, in order: from disk where it exists there, else generated, else of a Hub id."""
     path = Path(file).expanduser()
     if path.is_dir():
         return _saved_folder(file, path)
     if path.exists():
         return _rows_of_file(file, path)
+    if is_generated(file):
+        return _generated(file)
     hub = HUB_ID.fullmatch(file)
     if hub is None or file.endswith(SUFFIXES):
         raise DataError(f"no such data file: {file}", _missing_file_remedy(path))
@@ -164,6 +167,12 @@ def _hub(file: str, name: str, config: str | None, split: str | None) -> Iterato
                 "or parquet file, or a folder written elsewhere with datasets.load_dataset(...).save_to_disk(...)",
             ) from error
     return _dataset_rows(file, data, split, ":")
+
+
+def _generated(file: str) -> Iterator[Row]:
+    for number, values in enumerate(generated_rows(file), start=1):
+        where = f"{file}, row {number}"
+        yield Row(_object(values, where), where)
 
 
 def _dataset_rows(file: str, data: Any, split: str | None, separator: str) -> Iterator[Row]:  # noqa: ANN401 -- datasets

@@ -43,6 +43,11 @@ class Optimizer:
         )
         self._create_state()
 
+    @property
+    def num_steps(self) -> int:
+        """Updates made so far, also before a resume."""
+        return int(self.adam.state[self._stepped[0]]["step"])
+
     def zero_grad(self) -> None:
         self.gradient.zero_()
 

@@ -4,7 +4,7 @@ Every estimate is the mean over all subsets of k of the n responses, so it is un
 """
 
 import math
-from collections.abc import Hashable, Mapping, Sequence
+from collections.abc import Hashable, Sequence
 from fractions import Fraction
 from functools import lru_cache
 
@@ -36,8 +36,10 @@ def majority_at(answers: Sequence[Hashable], scores: Sequence[float], k: int) ->
     scores_of: dict[Hashable, list[float]] = {}
     for answer, score in zip(answers, scores, strict=True):
         scores_of.setdefault(answer, []).append(score)
-    wins = _chance_to_win(tuple(sorted(len(group) for group in scores_of.values())), k)
-    return math.fsum(wins[len(group)] * mean_at(group) for group in scores_of.values())
+    sizes = tuple(sorted(len(group) for group in scores_of.values()))
+    means = [(len(group), mean_at(group)) for group in scores_of.values()]
+    # Wrong answers are most of them and add nothing.
+    return math.fsum(_chance_to_win(size, sizes, k) * mean for size, mean in means if mean)
 
 
 def _check(num_samples: int, k: int) -> None:
@@ -45,18 +47,14 @@ def _check(num_samples: int, k: int) -> None:
 
 
 @lru_cache(maxsize=4096)
-def _chance_to_win(sizes: tuple[int, ...], k: int) -> Mapping[int, float]:
-    """How often an answer given by `size` of the n responses wins among k of them, for each size there is."""
-    subsets = math.comb(sum(sizes), k)
-    chances: dict[int, float] = {}
-    for size in set(sizes):
-        others = list(sizes)
-        others.remove(size)
-        wins = sum(
-            math.comb(size, votes) * _ways_not_to_lose(others, votes, k - votes) for votes in range(1, min(size, k) + 1)
-        )
-        chances[size] = float(wins / subsets)
-    return chances
+def _chance_to_win(size: int, sizes: tuple[int, ...], k: int) -> float:
+    """How often an answer given by `size` of the n responses wins among k of them; `sizes` are those of all answers."""
+    others = list(sizes)
+    others.remove(size)
+    wins = sum(
+        math.comb(size, votes) * _ways_not_to_lose(others, votes, k - votes) for votes in range(1, min(size, k) + 1)
+    )
+    return float(wins / math.comb(sum(sizes), k))
 
 
 def _ways_not_to_lose(others: Sequence[int], votes: int, rest: int) -> Fraction:

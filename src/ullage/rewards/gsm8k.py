@@ -12,6 +12,8 @@ import re
 from decimal import Decimal
 from typing import Any
 
+from ullage.rewards.results import Judged
+
 # Digits with or without thousands separators; a minus only where it cannot be a subtraction.
 NUMBER = (
     r"(?:(?<![\d)])-(?:\\?\$)?|\\?\$-?)?"
@@ -20,7 +22,7 @@ NUMBER = (
 MARKED = re.compile(r"####\s*(" + NUMBER + ")")
 
 
-def score(prompt: Any, response: str, target: Any, *, method: str = "flexible", **kwargs: Any) -> float:  # noqa: ANN401
+def score(prompt: Any, response: str, target: Any, *, method: str = "flexible", **kwargs: Any) -> Judged:  # noqa: ANN401
     """1 where the numbers are equal.
 
     Args:
@@ -33,7 +35,7 @@ def score(prompt: Any, response: str, target: Any, *, method: str = "flexible", 
     if expected is None:
         raise ValueError(f"the target holds no number: {str(target)[:80]!r}")
     found = marked_number(response) if method == "strict" else final_number(response)
-    return float(found == expected)
+    return Judged(found == expected, number_text(found))
 
 
 def final_number(text: str) -> Decimal | None:
@@ -62,6 +64,18 @@ def last_number(text: str) -> Decimal | None:
     """
     matches = re.findall(NUMBER, _plain(text))
     return _decimal(matches[-1]) if matches else None
+
+
+def number_text(number: Decimal | None) -> str:
+    """The same text for equal numbers; empty for none.
+
+    >>> number_text(Decimal("-1007.50")), number_text(Decimal("-0.0")), number_text(None)
+    ('-1007.5', '0', '')
+    """
+    if not number:
+        return "" if number is None else "0"
+    text = format(number, "f")
+    return text.rstrip("0").rstrip(".") if "." in text else text
 
 
 def boxed(text: str) -> str:

@@ -9,6 +9,7 @@ r"""Mathematics: whether the final expression equals the reference, decided by m
 from typing import Any
 
 from ullage.base.errors import ConfigError
+from ullage.rewards.results import Judged
 
 try:
     from math_verify import ExprExtractionConfig, LatexExtractionConfig, parse, verify
@@ -18,7 +19,7 @@ except ImportError as error:
     ) from error
 
 
-def score(prompt: Any, response: str, target: Any, **kwargs: Any) -> float:  # noqa: ANN401
+def score(prompt: Any, response: str, target: Any, **kwargs: Any) -> Judged:  # noqa: ANN401
     """1 where the expressions are equal."""
     # math-verify's own time limits use SIGALRM, which C code ignores; the worker is killed from outside instead.
     expected = parse(_as_mathematics(str(target)), parsing_timeout=None)
@@ -29,7 +30,17 @@ def score(prompt: Any, response: str, target: Any, **kwargs: Any) -> float:  # n
         extraction_config=[LatexExtractionConfig(boxed_match_priority=0), ExprExtractionConfig()],
         parsing_timeout=None,
     )
-    return float(verify(expected, found, timeout_seconds=None))
+    equal = verify(expected, found, timeout_seconds=None)
+    # Equal expressions are one answer, however they are written.
+    return Judged(equal, _text(expected if equal else found))
+
+
+def _text(parsed: list[Any]) -> str:
+    """What math-verify read: an expression, then the text it stood in."""
+    try:
+        return str(parsed[0]) if parsed else ""
+    except ValueError:  # an integer of more digits than Python prints
+        return str(parsed[-1])
 
 
 def _as_mathematics(target: str) -> str:

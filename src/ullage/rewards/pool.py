@@ -46,6 +46,8 @@ class Score:
     """Per function, unweighted; what a function returned beside its score is under `function/name`."""
     error: str | None
     """Why there is no total."""
+    answer: str | None = None
+    """What the first function that tells it took for the answer; empty where it found none."""
 
 
 class RewardPool:
@@ -62,7 +64,8 @@ class RewardPool:
         self._pending: list[Future[Score]] = []
 
         first, loaded = self._start_first()
-        self._labels = _distinct([reward["label"] for reward in loaded])
+        self.labels = _distinct([reward["label"] for reward in loaded])
+        """The functions' names in `Score.parts`, in the order of the config."""
         self._where = [reward["where"] for reward in loaded]
         self.descriptions: list[str] = [
             reward["description"] + (f", weight {weight:g}" if weight != 1 else "")
@@ -172,7 +175,8 @@ class RewardPool:
     def _score(self, worker: WorkerProcess, line: bytes) -> Score:
         parts: dict[str, float] = {}
         total = 0.0
-        for index, (label, where, weight) in enumerate(zip(self._labels, self._where, self._weights, strict=True)):
+        answer: str | None = None
+        for index, (label, where, weight) in enumerate(zip(self.labels, self._where, self._weights, strict=True)):
             try:
                 if index == 0:
                     worker.send(line, self._timeout_seconds)
@@ -186,11 +190,12 @@ class RewardPool:
             parts[label] = reply["score"]
             parts |= {f"{label}/{name}": value for name, value in reply["metrics"].items()}
             total += weight * reply["score"]
+            answer = reply["answer"] if answer is None else answer
         if not parts:
             return Score(None, parts, f"{', '.join(self._where)} returned None")
         if not math.isfinite(total):
             return Score(None, parts, f"the weighted sum is {total}")
-        return Score(total, parts, None)
+        return Score(total, parts, None, answer)
 
 
 def check_budget(scores: list[Score], max_failure_fraction: float) -> None:

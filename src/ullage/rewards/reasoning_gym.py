@@ -1,9 +1,7 @@
-"""Any reasoning-gym task: rows made here, answers scored by the task itself.
+"""Any reasoning-gym task: answers scored by the task itself, on rows as `reasoning_gym:<task>` makes them.
 
->>> row = make_rows("chain_sum", size=1, seed=3, min_terms=2, max_terms=2)[0]
->>> row["prompt"]
-'State the final answer to the following arithmetic problem: 57 - 87 ='
->>> score(row["prompt"], "<answer>-30</answer>", row["answer"], extra=row)
+>>> row = {"metadata": {"source_dataset": "chain_sum"}}
+>>> score("57 - 87 =", "So it is <answer>-30</answer>.", "-30", extra=row)
 1.0
 """
 
@@ -15,12 +13,12 @@ from collections.abc import Callable
 from typing import Any
 
 from ullage.base.errors import ConfigError, DataError
+from ullage.rewards.results import Judged
 
 try:
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", SyntaxWarning)  # of a dependency's source, when it is first compiled
         import reasoning_gym
-        from reasoning_gym.factory import DATASETS
 except ImportError as error:
     raise ConfigError(
         f"the reward 'reasoning_gym' needs the package reasoning-gym: {error}",
@@ -31,25 +29,6 @@ except ImportError as error:
 TASKS_WITH_TUPLES = frozenset({"arc_agi", "rearc"})
 
 
-def make_rows(task: str, size: int, seed: int, **config: Any) -> list[dict[str, Any]]:  # noqa: ANN401
-    """Training rows of a task, ready for JSONL; `config` is the task's own."""
-    if task not in DATASETS:
-        raise ConfigError(f"reasoning-gym has no task called '{task}'", f"it has: {', '.join(sorted(DATASETS))}")
-    dataset = reasoning_gym.create_dataset(task, size=size, seed=seed, **config)
-    rows = [
-        {
-            "prompt": entry["question"],
-            # Tasks with many right answers store none and score from the metadata.
-            "answer": "" if entry["answer"] is None else entry["answer"],
-            "source": task,
-            "metadata": entry["metadata"],
-        }
-        for entry in (dataset[index] for index in range(size))
-    ]
-    plain: list[dict[str, Any]] = json.loads(json.dumps(rows))
-    return plain
-
-
 def score(
     prompt: Any,  # noqa: ANN401
     response: str,
@@ -57,12 +36,12 @@ def score(
     *,
     extra: dict[str, Any],
     **kwargs: Any,  # noqa: ANN401
-) -> float:
+) -> Judged:
     """The task's own score of what stands in the last `<answer>` tags, else of the whole response."""
     entry = _entry(prompt, target, extra)
     answers = re.findall(r"<answer>(.*?)</answer>", response, flags=re.DOTALL)
     answer = (answers[-1] if answers else response).strip()
-    return float(_scorer(entry["metadata"]["source_dataset"])(answer, entry))
+    return Judged(_scorer(entry["metadata"]["source_dataset"])(answer, entry), answer)
 
 
 @functools.cache
@@ -82,7 +61,7 @@ def _entry(prompt: Any, target: Any, extra: dict[str, Any]) -> dict[str, Any]:  
     if task is None:
         raise DataError(
             "the row does not say which reasoning-gym task it comes from: no metadata.source_dataset",
-            "make the rows with ullage.rewards.reasoning_gym.make_rows",
+            "take the rows from the task: data.train_files=reasoning_gym:<task>",
         )
     if task in TASKS_WITH_TUPLES:
         entry = {**entry, "metadata": _with_tuples(entry["metadata"])}

@@ -3,10 +3,12 @@
 import math
 import reprlib
 import traceback
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self
 
 MAX_TEXT = 300
 """Characters of an error text that are kept: model text may be in it."""
+MAX_ANSWER = 1000
+"""Characters of an answer that are kept; longer ones are compared by these."""
 
 
 class UnusableResult(Exception):  # noqa: N818 -- not a failure of the program: it becomes the sample's error text
@@ -18,12 +20,28 @@ class Result(NamedTuple):
 
     score: float | None
     metrics: dict[str, float]
+    answer: str | None = None
+    """What the function took for the response's answer; empty where it found none, None where it does not tell."""
+
+
+class Judged(float):
+    """A score that remembers the answer it was given for; in every other way a plain number."""
+
+    answer: str
+
+    def __new__(cls, score: float, answer: str) -> Self:
+        judged = super().__new__(cls, score)
+        judged.answer = answer
+        return judged
 
 
 def read_result(value: Any) -> Result:  # noqa: ANN401 -- whatever a user's function returns
-    """The score of a plain or verl function: a finite number, or a dict with `score`, whose other numbers are kept."""
+    """The score of a plain or verl function: a finite number, or a dict with `score`, whose other numbers are kept.
+
+    The dict's `pred` is the answer, as it is for verl.
+    """
     if not isinstance(value, dict):
-        return Result(_finite(value), {})
+        return Result(_finite(value), {}, value.answer[:MAX_ANSWER] if isinstance(value, Judged) else None)
     if "score" not in value:
         raise UnusableResult(f"returned a dict without 'score': it has {_shown(sorted(map(str, value)))}")
     metrics = {}
@@ -33,7 +51,7 @@ def read_result(value: Any) -> Result:  # noqa: ANN401 -- whatever a user's func
         except UnusableResult:
             continue  # texts such as the extracted answer are not metrics
     metrics.pop("score", None)
-    return Result(_finite(value["score"]), metrics)
+    return Result(_finite(value["score"]), metrics, _answer(value.get("pred"), metrics.get("pred")))
 
 
 def read_list_result(value: Any) -> Result:  # noqa: ANN401
@@ -43,6 +61,12 @@ def read_list_result(value: Any) -> Result:  # noqa: ANN401
     if len(value) != 1:
         raise UnusableResult(f"returned a list of length {len(value)} for 1 completion")
     return Result(None if value[0] is None else _finite(value[0]), {})
+
+
+def _answer(prediction: Any, as_number: float | None) -> str | None:  # noqa: ANN401
+    if isinstance(prediction, str):
+        return prediction[:MAX_ANSWER]
+    return None if as_number is None else repr(as_number)
 
 
 def _finite(value: Any) -> float:  # noqa: ANN401

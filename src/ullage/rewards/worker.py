@@ -69,12 +69,12 @@ def _loaded(functions: list[dict[str, Any]]) -> tuple[list[LoadedReward], dict[s
 
 def _scored(reward: LoadedReward, request: dict[str, Any]) -> dict[str, Any]:
     try:
-        score, metrics = reward.score(request)
+        result = reward.score(request)
     except UnusableResult as error:
         return {"error": f"{reward.where} {error}"}
     except BaseException as error:  # noqa: BLE001 -- user code: whatever it raises, SystemExit included, costs one sample
         return {"error": f"{reward.where} {raised(error, reward.file)}"}
-    return {"score": score, "metrics": metrics}
+    return result._asdict()
 
 
 if __name__ == "__main__":

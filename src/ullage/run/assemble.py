@@ -9,8 +9,9 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ullage.algorithms import Algorithm
-from ullage.base import extensions
+from ullage.algorithms._compose import compose, name_of
 from ullage.base.communicator import Communicator
+from ullage.base.errors import ConfigError, ModelError
 from ullage.batch.pack import Limits
 from ullage.config.tree import Config
 from ullage.data.prompts import PromptSet, load_prompts
@@ -20,6 +21,7 @@ from ullage.engine.recompute import recompute_layers
 from ullage.model.language_model import LanguageModel
 from ullage.model.load import load_model
 from ullage.model.target import Target
+from ullage.model.value_model import ValueModel, load_value_model, share_trunk
 from ullage.rewards.pool import RewardPool
 from ullage.rollout.embedded.engine import Engine
 from ullage.telemetry.reader import read_run
@@ -34,6 +36,7 @@ from ullage.trainer.schedule import Schedule
 from ullage.trainer.state import Keeper
 from ullage.trainer.stop import Stop
 from ullage.workers.actor import Actor
+from ullage.workers.critic import Critic
 from ullage.workers.reference import Reference
 
 AUTO_TOKENS = 8192
@@ -59,6 +62,7 @@ class Surroundings:
 def assemble(given: Surroundings, resume_from: Path | None) -> Trainer:
     """Everything a run needs, from its config or, for what changes, from a checkpoint."""
     config, ranks, recorder = given.config, given.ranks, given.recorder
+    algorithm = compose(config)
     pool = open_pool(given)  # its workers start while the model is read
     model = open_model(config, given.target, weights=resume_from and resume_from / "model")
     train, val = open_data(config, model)
@@ -73,29 +77,34 @@ def assemble(given: Surroundings, resume_from: Path | None) -> Trainer:
     samples = max(config.data.train_batch_size * config.actor_rollout_ref.rollout.n, num_evaluated(config, val))
     engine = make_engine(config, model, prompt_tokens=longest_prompt(train, val), samples=samples)
     generator = Generator(engine, pool, model.tokenizer, config.reward, recorder, ranks, given.stop.poll)
-    algorithm: Algorithm = extensions.find("algorithms", config.algorithm.name).Algorithm(config)
     actor = make_actor(config, model, ranks, recorder)
+    critic = make_critic(given, algorithm, actor)
     facts = {"data_fingerprint": train.fingerprint, "model_type": model.module.config.model_type}
-    keeper = Keeper(given.directory, actor, sampler, recorder, ranks, keep=config.trainer.max_ckpt_to_keep, facts=facts)
+    keep = config.trainer.max_ckpt_to_keep
+    keeper = Keeper(
+        given.directory, actor, sampler, recorder, ranks, algorithm=algorithm, critic=critic, keep=keep, facts=facts
+    )
     if resume_from is not None:
         keeper.restore(resume_from)
+        recorder.current_step = keeper.step
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * sampler.batches_per_epoch
-    uses_reference = config.actor_rollout_ref.actor.use_kl_loss
+    uses_reference = config.actor_rollout_ref.actor.use_kl_loss or "reference" in algorithm.needs
     trainer = Trainer(
         config=config,
         total_steps=total_steps,
         actor=actor,
+        critic=critic,
         reference=make_reference(config, given.target, actor.limits, recorder) if uses_reference else None,
         algorithm=algorithm,
         collector=Collector(config, train.prompts, sampler, generator, algorithm, ranks, recorder, given.writer),
         evaluator=make_evaluator(config, val, generator, given) if val else None,
-        schedule=Schedule(config, ranks),
+        schedule=Schedule(config, algorithm.aggregation, ranks),
         keeper=keeper,
         recorder=recorder,
         ranks=ranks,
         stop=given.stop,
     )
-    register_memory(given.probe, model, actor, engine)
+    register_memory(given.probe, actor, critic, engine)
     announce(given, total_steps)
     return trainer
 
@@ -114,7 +123,7 @@ def announce(given: Surroundings, total_steps: int) -> None:
     given.recorder.event(derivation(config, given.ranks.size))
     info = RunInfo(
         name=directory.name,
-        algorithm=config.algorithm.name,
+        algorithm=name_of(config),
         model=Path(config.actor_rollout_ref.model.path).name,
         total_steps=total_steps,
         created_at=read_run(directory.path).created_at or time.time(),
@@ -185,11 +194,62 @@ def make_limits(config: Config, model: LanguageModel) -> Limits:
 
 def make_actor(config: Config, model: LanguageModel, ranks: Communicator, recorder: Recorder) -> Actor:
     arr = config.actor_rollout_ref
-    recompute = arr.model.enable_gradient_checkpointing
-    if model.target.kind == "cuda" if recompute == "auto" else recompute:
+    if recomputes(config, model.target):
         recompute_layers(model.layers)
     limits = make_limits(config, model)
-    return Actor(model, arr.actor, limits, ranks, temperature=arr.rollout.temperature, phase=recorder.phase)
+    return Actor(
+        model,
+        arr.actor,
+        limits,
+        ranks,
+        temperature=arr.rollout.temperature,
+        seed=config.trainer.seed,
+        phase=recorder.phase,
+    )
+
+
+def recomputes(config: Config, target: Target) -> bool:
+    recompute = config.actor_rollout_ref.model.enable_gradient_checkpointing
+    return target.kind == "cuda" if recompute == "auto" else recompute
+
+
+def make_critic(given: Surroundings, algorithm: Algorithm, actor: Actor) -> Critic | None:
+    """The critic, where the algorithm needs one or the config asks for one."""
+    config, critic = given.config, given.config.critic
+    needed = "critic" in algorithm.needs
+    if needed and critic.enable is False:
+        raise ConfigError("critic.enable = false: the algorithm needs a critic", "leave it out, or use algorithm=grpo")
+    if not needed and not critic.enable:
+        return None
+    limits = actor.limits
+    if critic.ppo_max_token_len_per_gpu != "auto":
+        limits = Limits(max_tokens=critic.ppo_max_token_len_per_gpu, share_prefix=limits.share_prefix)
+    return Critic(
+        share_trunk(actor.model) if critic.share_actor else open_value_model(config, actor.model),
+        critic,
+        limits,
+        given.ranks,
+        max_nonfinite_steps=config.actor_rollout_ref.actor.max_nonfinite_steps,
+        phase=given.recorder.phase,
+    )
+
+
+def open_value_model(config: Config, actor_model: LanguageModel) -> ValueModel:
+    """The critic's own model. It reads the actor's token ids, so it must know all of them."""
+    path, target = config.critic.model.path or config.actor_rollout_ref.model.path, actor_model.target
+    try:
+        model = load_value_model(path, target, dtype=config.actor_rollout_ref.model.dtype)
+    except ModelError as error:
+        raise ModelError(f"the critic's model: {error.cause}", "check critic.model.path") from error
+    known, used = (trunk.module.config.get_text_config().vocab_size for trunk in (model.trunk, actor_model))
+    if known < used:
+        raise ModelError(
+            f"the critic's model {path} knows {known} tokens, the actor's {used}",
+            "set critic.model.path to a model with the actor's tokenizer",
+        )
+    if recomputes(config, target):
+        recompute_layers(model.trunk.layers)
+    return model
 
 
 def make_reference(config: Config, target: Target, actor_limits: Limits, recorder: Recorder) -> Reference:
@@ -205,12 +265,16 @@ def make_evaluator(config: Config, val: PromptSet, generator: Generator, given: 
     return Evaluator(config, val.prompts, generator, given.ranks, given.writer, full_marks=full_marks)
 
 
-def register_memory(probe: MemoryProbe, model: LanguageModel, actor: Actor, engine: Engine) -> None:
+def register_memory(probe: MemoryProbe, actor: Actor, critic: Critic | None, engine: Engine) -> None:
     """Owners that live as long as the run, under the names every memory report uses."""
-    weights = sum(parameter.nbytes for parameter in model.module.parameters())
-    probe.register("weights", weights)
-    for name, nbytes in actor.optimizer.nbytes().items():
-        probe.register(name, nbytes)
+    weights = [parameter.nbytes for parameter in actor.model.module.parameters()]
+    owned = [actor.optimizer.nbytes()]
+    if critic:
+        weights += [parameter.nbytes for _, parameter in critic.model.named_parameters()]
+        owned.append(critic.optimizer.nbytes())
+    probe.register("weights", sum(weights))
+    for name in owned[0]:
+        probe.register(name, sum(part[name] for part in owned))
     probe.register("kv_cache", engine.nbytes)
 
 

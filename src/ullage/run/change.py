@@ -14,6 +14,9 @@ BOUND = frozenset(
         # The weights and the optimizer's tensors.
         "actor_rollout_ref.model.path",
         "actor_rollout_ref.model.dtype",
+        "critic.enable",
+        "critic.model.path",
+        "critic.share_actor",
         "trainer.device",
         # Which prompts there are, what they look like, and their order.
         "actor_rollout_ref.model.tokenizer_path",

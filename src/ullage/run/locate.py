@@ -48,6 +48,8 @@ def locate(given: str) -> Located:
     if path.name == "final" and is_run(path.resolve().parent):
         run = RunDirectory.open_existing(path.resolve().parent)
         return Located(weights=str(path), run=run, step=read_run(run.path).step)
+    if not path.exists() and path.parent.is_dir() and any(is_run(neighbour) for neighbour in path.parent.iterdir()):
+        raise UsageError(f"no run {given}", "`ullage ls` lists the runs; give the name or the path of one of them")
     return Located(weights=given)
 
 

@@ -31,7 +31,7 @@ from ullage.trainer.stop import Stop
 
 
 def evaluate_weights(config: Config, weights: str, view: View) -> Evaluation:
-    """Mean@n and pass@k of the weights on `data.val_files`; nothing is written."""
+    """Mean@n, pass@k, best@k and maj@k of the weights on `data.val_files`; nothing is written."""
     require_evaluable(config)
     with ExitStack() as closing:
         given = _surroundings(config, view, closing)

@@ -37,6 +37,10 @@ METRICS: dict[str, Metric] = {
     "actor/learning_rate": Metric("per update", "step size of the optimizer", "last"),
     "actor/skipped_steps": Metric("share", "optimizer steps skipped: gradient not finite"),
     "critic/loss": Metric("score squared", "value loss"),
+    "critic/clip_fraction": Metric("share", "response tokens whose value was clipped"),
+    "critic/grad_norm": Metric("norm", "global gradient norm before clipping"),
+    "critic/learning_rate": Metric("per update", "step size of the critic's optimizer", "last"),
+    "critic/skipped_steps": Metric("share", "optimizer steps of the critic skipped: gradient not finite"),
     "critic/explained_variance": Metric("share", "variance of the returns that the values explain"),
     "rollout/logprob_gap_mean": Metric("nats", "mean distance between the engine's and the trainer's log-probs"),
     "rollout/tokens_per_second": Metric("tokens/s", "tokens sampled per second of the rollout phase"),
@@ -46,6 +50,8 @@ METRICS: dict[str, Metric] = {
     "time/<phase>": Metric("s", "time in one phase, without phases inside it", "sum"),
     "memory/<phase>_peak_bytes": Metric("bytes", "peak of allocated memory in one phase", "max"),
     "eval/<source>/pass@<k>": Metric("share", "held-out prompts solved by at least one of k samples, unbiased", "last"),
+    "eval/<source>/best@<k>": Metric("score", "expected best score of k samples to one prompt, unbiased", "last"),
+    "eval/<source>/maj@<k>": Metric("score", "expected score of the most frequent answer of k samples", "last"),
     "eval/<source>/<score>": Metric("score", "score on held-out prompts of one source", "last"),
 }
 _AVERAGED = Metric("", "")

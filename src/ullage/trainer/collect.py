@@ -2,23 +2,30 @@
 
 from __future__ import annotations
 
+import dataclasses
 from collections.abc import Sequence
+from typing import Any
 
 import torch
+from torch import Tensor
 
 from ullage.algorithms import Algorithm
 from ullage.base.communicator import Communicator
 from ullage.base.seeds import derive
-from ullage.batch.stages import Experience, Rollouts, pad_rows
+from ullage.batch.stages import Experience, Rollouts, concatenate, pad_rows
 from ullage.config.tree import Config
 from ullage.data.prompts import Prompt
 from ullage.data.sampler import Sampler
+from ullage.maths.advantages import group_has_signal
+from ullage.maths.overlong import overlong_penalty
 from ullage.rewards.pool import Score
 from ullage.rollout.sampling import Sample, Sampling
 from ullage.telemetry.recorder import Recorder
 from ullage.telemetry.tally import Tally
 from ullage.telemetry.writer import MetricsWriter
 from ullage.trainer.generate import TRAINING, Generator
+
+Row = dict[str, Any]
 
 
 class Collector:
@@ -45,6 +52,9 @@ class Collector:
         self.writer = writer
         self.seed = config.trainer.seed
         self.num_samples = rollout.n
+        self.num_prompts = config.data.train_batch_size
+        self.max_attempts = config.algorithm.filter_groups.max_num_gen_batches
+        self.overlong = config.reward.overlong_buffer
         self.num_logged = config.trainer.log_samples
         self.sampling = Sampling(
             temperature=rollout.temperature,
@@ -57,27 +67,77 @@ class Collector:
         self.every_sample_counts = actor.use_kl_loss or actor.entropy_coeff != 0
 
     def collect(self, step: int, tally: Tally) -> Experience:
-        """Phases `rollout` and `reward`: every rank draws the whole batch and keeps its share of the prompts."""
+        """Phases `rollout` and `reward`; an algorithm that refills goes on until enough groups have signal."""
+        parts: list[Experience] = []
+        rows: list[Row] = []
+        for attempt in range(self.max_attempts):
+            part, logged = self._attempt(step, attempt, tally)
+            parts.append(part)
+            rows += logged
+            if not self.algorithm.refills or (found := self._num_groups(parts)) >= self.num_prompts:
+                break
+        else:
+            self.recorder.event(f"only {found} of {self.num_prompts} groups have signal; going on with those")
+        self._log(step, rows)
+        experience = concatenate(parts)
+        return self._first_groups(experience) if self.algorithm.refills else experience
+
+    def _attempt(self, step: int, attempt: int, tally: Tally) -> tuple[Experience, list[Row]]:
+        """Every rank draws the whole batch and keeps its share of the prompts."""
         drawn = self.sampler.next_batch()
-        order = list(range(self.ranks.rank, len(drawn), self.ranks.size))
-        prompts = [self.prompts[drawn[place]] for place in order]
-        seeds = [[derive(self.seed, step, p.id, i, 0, 0) for i in range(self.num_samples)] for p in prompts]
+        places = range(self.ranks.rank, len(drawn), self.ranks.size)
+        prompts = [self.prompts[drawn[place]] for place in places]
+        order = [attempt * len(drawn) + place for place in places]
+        seeds = [[derive(self.seed, step, p.id, i, attempt, 0) for i in range(self.num_samples)] for p in prompts]
         samples, scores, texts = self.generator.run(prompts, seeds, self.sampling, TRAINING)
-        rollouts = to_rollouts(prompts, order, samples)
-        rewards = torch.tensor([score.total or 0.0 for score in scores], dtype=torch.float64)
-        experience = rollouts.scored(
-            rewards_N=rewards,
+        experience = to_rollouts(prompts, order, samples).scored(
+            rewards_N=self._rewards(samples, scores),
             valid_N=torch.tensor([score.total is not None for score in scores], dtype=torch.bool),
+            reward_parts_NK=to_parts(scores, self.generator.reward_names),
         )
-        signal_N = self.algorithm.has_signal(experience)
-        self._report(tally, samples, scores, num_groups=len(prompts), with_signal=experience.group_N[signal_N].tolist())
+        if "greedy_baseline" in self.algorithm.needs:
+            experience = experience.compared(self._greedy_rewards(prompts))
+        # By what the answers are worth: a group whose rewards differ only by length teaches nothing else.
+        differs = group_has_signal(worth(scores), experience.group_N, experience.valid_N)
+        groups = experience.group_N[differs].unique()
+        self._report(tally, samples, scores, num_groups=len(prompts), num_with_signal=len(groups))
         if not self.every_sample_counts:
-            experience = experience.with_signal(signal_N)
-        self._log(step, prompts, order, samples, scores, texts)
-        return experience
+            experience = experience.with_signal(self.algorithm.has_signal(experience))
+        if self.algorithm.refills:
+            experience = experience.select(torch.isin(experience.group_N, groups).nonzero()[:, 0])
+        return experience, self._rows(prompts, order, samples, scores, texts)
+
+    def _rewards(self, samples: Sequence[Sample], scores: Sequence[Score]) -> Tensor:
+        """[N] the reward functions' sum, less DAPO's penalty on answers near the length limit; 0 where unscored."""
+        rewards = worth(scores)
+        if self.overlong is not None:
+            limit, buffer, factor = self.sampling.max_tokens, self.overlong.length, self.overlong.penalty_factor
+            lengths = [len(sample.token_ids) for sample in samples]
+            penalties = [overlong_penalty(n, max_length=limit, buffer=buffer, factor=factor) for n in lengths]
+            rewards += torch.tensor(penalties, dtype=torch.float64)
+        return rewards
+
+    def _greedy_rewards(self, prompts: Sequence[Prompt]) -> Tensor:
+        """[G] what the likeliest answer earns; one that cannot be scored counts as 0."""
+        greedy = dataclasses.replace(self.sampling, temperature=0.0)
+        samples, scores, _ = self.generator.run(prompts, [[0]] * len(prompts), greedy, TRAINING)
+        return self._rewards(samples, scores)
+
+    def _num_groups(self, parts: Sequence[Experience]) -> int:
+        return int(self.ranks.sum([float(sum(len(part.group_N.unique()) for part in parts))])[0])
+
+    def _first_groups(self, experience: Experience) -> Experience:
+        """As many of the groups kept as a step has prompts, the first in global order; all, if there are fewer."""
+        order_of = experience.order_G.tolist()
+        mine = [order_of[group] for group in experience.group_N.unique().tolist()]
+        chosen = sorted(order for part in self.ranks.gather(mine) for order in part)[: self.num_prompts]
+        place = {order: new for new, order in enumerate(chosen)}
+        kept = [i for i, group in enumerate(experience.group_N.tolist()) if order_of[group] in place]
+        order_G = torch.tensor([place.get(order, 0) for order in order_of], dtype=torch.long)
+        return dataclasses.replace(experience.select(torch.tensor(kept, dtype=torch.long)), order_G=order_G)
 
     def _report(
-        self, tally: Tally, samples: list[Sample], scores: list[Score], *, num_groups: int, with_signal: list[int]
+        self, tally: Tally, samples: list[Sample], scores: list[Score], *, num_groups: int, num_with_signal: int
     ) -> None:
         for sample, score in zip(samples, scores, strict=True):
             tally.add("reward/failed_fraction", score.total is None)
@@ -88,19 +148,18 @@ class Collector:
                 tally.add("reward/mean", score.total)
             for name, value in score.parts.items():
                 tally.add(f"reward/{name}", value)
-        tally.add("group/zero_std_fraction", num_groups - len(set(with_signal)), num_groups)
+        tally.add("group/zero_std_fraction", num_groups - num_with_signal, num_groups)
 
-    def _log(
+    def _rows(
         self,
-        step: int,
         prompts: list[Prompt],
         order: list[int],
         samples: list[Sample],
         scores: list[Score],
         texts: list[str],
-    ) -> None:
-        """The step's first completions, in the global order of prompts, whatever rank sampled them."""
-        rows = [
+    ) -> list[Row]:
+        """The completions among the step's first, for people to read."""
+        return [
             {
                 "order": order[sample.group],
                 "sample": sample.index,
@@ -118,6 +177,9 @@ class Collector:
             for sample, score, text in zip(samples, scores, texts, strict=True)
             if order[sample.group] * self.num_samples + sample.index < self.num_logged
         ]
+
+    def _log(self, step: int, rows: list[Row]) -> None:
+        """In the global order of prompts, whatever rank sampled them."""
         everyone = [row for part in self.ranks.gather(rows) for row in part]
         self.writer.samples(step, sorted(everyone, key=lambda row: (row["order"], row["sample"])))
 
@@ -129,8 +191,20 @@ def to_rollouts(prompts: Sequence[Prompt], order: Sequence[int], samples: Sequen
         prompts=tuple(prompt.token_ids for prompt in prompts),
         order_G=torch.tensor(order, dtype=torch.long),
         group_N=torch.tensor([sample.group for sample in samples], dtype=torch.long),
+        sample_N=torch.tensor([(order[s.group] << 20) + s.index for s in samples], dtype=torch.long),
         responses=tuple(sample.token_ids for sample in samples),
         mask_NT=pad_rows([[1.0] * len(sample.token_ids) for sample in samples], width=width, dtype=torch.bool),
         rollout_logprobs_NT=pad_rows([sample.logprobs for sample in samples], width=width, dtype=torch.float32),
         finish_reasons=tuple(sample.finish_reason for sample in samples),
     )
+
+
+def worth(scores: Sequence[Score]) -> Tensor:
+    """[N] the reward functions' weighted sum; 0 where a sample could not be scored."""
+    return torch.tensor([score.total or 0.0 for score in scores], dtype=torch.float64)
+
+
+def to_parts(scores: Sequence[Score], names: Sequence[str]) -> Tensor:
+    """[N, K] what each of the named reward functions gave; 0 where it gave nothing."""
+    parts = [[score.parts.get(name, 0.0) for name in names] for score in scores]
+    return torch.tensor(parts, dtype=torch.float64).reshape(len(scores), len(names))

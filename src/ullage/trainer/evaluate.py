@@ -1,10 +1,9 @@
-"""Evaluation on held-out prompts: mean@n and the unbiased pass@k, per source."""
+"""Evaluation on held-out prompts: mean@n, pass@k, best@k and maj@k, per source."""
 
 from __future__ import annotations
 
-import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,8 +11,8 @@ from ullage.base.communicator import Communicator
 from ullage.base.seeds import derive
 from ullage.config.tree import Config
 from ullage.data.prompts import Prompt
+from ullage.maths.evaluation import best_at, majority_at, mean_at, pass_at
 from ullage.rollout.sampling import Sampling
-from ullage.telemetry.tally import Tally
 from ullage.telemetry.writer import MetricsWriter
 from ullage.trainer.generate import EVALUATION, Generator
 
@@ -62,12 +61,9 @@ class Evaluator:
         mine = self.prompts[self.ranks.rank :: self.ranks.size]
         seeds = [[derive(self.seed, "eval", p.id, i, 0, 0) for i in range(self.num_samples)] for p in mine]
         samples, scores, texts = self.generator.run(mine, seeds, self.sampling, EVALUATION)
-        rewards: dict[int, list[float]] = defaultdict(list)
         rows = []
         for sample, score, text in zip(samples, scores, texts, strict=True):
             prompt = mine[sample.group]
-            reward = score.total if score.total is not None else 0.0  # unscored counts as wrong
-            rewards[sample.group].append(reward)
             rows.append(
                 {
                     "prompt_id": prompt.id,
@@ -76,33 +72,53 @@ class Evaluator:
                     "prompt": prompt.prompt,
                     "response": text,
                     "target": prompt.target,
-                    "reward": reward,
+                    "answer": score.answer,
+                    "reward": score.total if score.total is not None else 0.0,  # unscored counts as wrong
                     "reward_error": score.error,
                 }
             )
-        tally = Tally()
-        for group, values in rewards.items():
-            self._add(tally, mine[group].source, values)
-        metrics = tally.means(self.ranks)
-        score_mean = metrics.pop("score")
         everyone = [row for part in self.ranks.gather(rows) for row in part]
         everyone.sort(key=lambda row: (row["prompt_id"], row["sample"]))
         self.writer.evaluation(step, everyone)
-        return Evaluation(metrics, score_mean, everyone)
-
-    def _add(self, tally: Tally, source: str, rewards: list[float]) -> None:
-        n = len(rewards)
-        tally.add("score", sum(rewards) / n)
-        tally.add(f"eval/{source}/mean@{n}", sum(rewards) / n)
-        passed = sum(reward >= self.full_marks - 1e-6 for reward in rewards)
-        k = 1
-        while k <= n:
-            tally.add(f"eval/{source}/pass@{k}", pass_at_k(n, passed, k))
-            k *= 2
+        return Evaluation(metrics_of(everyone, self.full_marks), mean_at([row["reward"] for row in everyone]), everyone)
 
 
-def pass_at_k(n: int, passed: int, k: int) -> float:
-    """Unbiased chance that at least one of k samples passes, from n of which `passed` did (arXiv:2107.03374 eq. 1)."""
-    if n - passed < k:
-        return 1.0
-    return 1.0 - math.comb(n - passed, k) / math.comb(n, k)
+def metrics_of(rows: Sequence[Mapping[str, Any]], full_marks: float) -> dict[str, float]:
+    """Every score of every source, `eval/<source>/<score>`, from the samples of all ranks: means over prompts."""
+    sources: dict[str, dict[int, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
+    for row in rows:
+        sources[row["source"]][row["prompt_id"]].append(row)
+    return {
+        f"eval/{source}/{name}": value
+        for source, prompts in sources.items()
+        for name, value in _scores(list(prompts.values()), full_marks)
+    }
+
+
+def _scores(prompts: Sequence[Sequence[Mapping[str, Any]]], full_marks: float) -> Iterator[tuple[str, float]]:
+    """Name and value of one source's scores; every prompt has its n samples."""
+    rewards = [[row["reward"] for row in samples] for samples in prompts]
+    passed = [sum(reward >= full_marks - 1e-6 for reward in own) for own in rewards]
+    n = len(rewards[0])
+    yield f"mean@{n}", mean_at([mean_at(own) for own in rewards])
+    for k in draws(n):
+        yield f"pass@{k}", mean_at([pass_at(n, number, k) for number in passed])
+    for k in draws(n):
+        yield f"best@{k}", mean_at([best_at(own, k) for own in rewards])
+    if not _tell_answers(prompts):
+        return
+    # A response without an answer votes too: for there being none.
+    answers = [[row["answer"] or None for row in samples] for samples in prompts]
+    for k in draws(n):
+        yield f"maj@{k}", mean_at([majority_at(said, own, k) for said, own in zip(answers, rewards, strict=True)])
+
+
+def _tell_answers(prompts: Sequence[Sequence[Mapping[str, Any]]]) -> bool:
+    """Whether the reward told the answer of every sample that it could score."""
+    scored = [row["answer"] for samples in prompts for row in samples if row["reward_error"] is None]
+    return bool(scored) and None not in scored
+
+
+def draws(n: int) -> list[int]:
+    """The k of n samples that are reported: the powers of two, and n itself."""
+    return sorted({n, *(2**power for power in range(n.bit_length()))})

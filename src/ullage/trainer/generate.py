@@ -40,6 +40,7 @@ class Generator:
     ) -> None:
         self.engine = engine
         self.pool = pool
+        self.reward_names = pool.labels
         self.tokenizer = tokenizer
         self.reward = reward
         self.recorder = recorder

@@ -16,6 +16,7 @@ from ullage.trainer.schedule import Schedule
 from ullage.trainer.state import Keeper
 from ullage.trainer.stop import Stop
 from ullage.workers.actor import Actor
+from ullage.workers.critic import Critic
 from ullage.workers.reference import Reference
 
 Record = Callable[[Mapping[str, float]], None]
@@ -30,6 +31,7 @@ class Trainer:
         config: Config,
         total_steps: int,
         actor: Actor,
+        critic: Critic | None,
         reference: Reference | None,
         algorithm: Algorithm,
         collector: Collector,
@@ -43,6 +45,7 @@ class Trainer:
         self.config = config
         self.total_steps = total_steps
         self.actor = actor
+        self.critic = critic
         self.reference = reference
         self.algorithm = algorithm
         self.collector = collector
@@ -69,21 +72,31 @@ class Trainer:
                 self.keeper.save()
         self.keeper.export()
 
+    @property
+    def needs_old_logprobs(self) -> bool:
+        """A strictly on-policy update is its own old policy, unless the algorithm looks at it before."""
+        return self.schedule.off_policy or "old_logprobs" in self.algorithm.needs
+
     def step(self, step: int, record: Record) -> None:
         """One training step: collect, evaluate, assign credit, update."""
         tally = Tally()
         experience = self.collector.collect(step, tally)
         plan = self.schedule.plan(experience, step)
         experience = experience.evaluated(
-            old_logprobs=self.actor.logprobs(experience, plan) if self.schedule.off_policy else None,
+            old_logprobs=self.actor.logprobs(experience, plan) if self.needs_old_logprobs else None,
             ref_logprobs=self.reference.logprobs(experience, plan) if self.reference else None,
-            values=None,
+            values=self.critic.values(experience, plan) if self.critic else None,
         )
         batch = self.algorithm.assign_credit(experience, self.ranks)
         rate = learning_rate(self.config.actor_rollout_ref.actor.optim, step - 1, self.total_steps)
+        critic_rate = learning_rate(self.config.critic.optim, step - 1, self.total_steps)
+        trains_actor = self.critic is None or step > self.config.trainer.critic_warmup
         with self.recorder.phase("update"), self.stop.deferred():
             for mini_batch in self.schedule.mini_batches(batch, step):
-                self.actor.update(mini_batch, self.algorithm, rate, tally)
+                if trains_actor:
+                    self.actor.update(mini_batch, self.algorithm, rate, tally)
+                if self.critic:
+                    self.critic.update(mini_batch, critic_rate, tally)
         self.keeper.advance(step)
         self.recorder.count_tokens(tally.tokens(self.ranks))
         record(tally.means(self.ranks) | {"actor/learning_rate": rate})

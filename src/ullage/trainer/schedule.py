@@ -22,14 +22,15 @@ from ullage.maths import aggregate
 class Schedule:
     """How a step's experience is consumed."""
 
-    def __init__(self, config: Config, ranks: Communicator) -> None:
+    def __init__(self, config: Config, aggregation: str, ranks: Communicator) -> None:
         actor = config.actor_rollout_ref.actor
         self.ranks = ranks
         self.num_prompts = config.data.train_batch_size
         self.mini_batch_prompts = actor.ppo_mini_batch_size or self.num_prompts
         self.epochs = actor.ppo_epochs
         self.shuffle = actor.shuffle
-        self.mode = actor.loss_agg_mode
+        self.mode = aggregation
+        self.value_mode = config.critic.loss_agg_mode or aggregation
         self.scale = actor.loss_scale_factor or float(config.data.max_response_length)
         self.seed = config.trainer.seed
 
@@ -53,11 +54,10 @@ class Schedule:
                 if num_with_signal:
                     part = batch.select(with_signal)
                     counts = aggregate.Counts(tokens, sequences)
-                    yield part.weighted(
-                        aggregate.token_weights(
-                            part.mask_NT, self.mode, counts, scale=self.scale, dtype=part.advantages_NT.dtype
-                        )
-                    )
+                    yield part.weighted(*(self._weights(part, mode, counts) for mode in (self.mode, self.value_mode)))
+
+    def _weights(self, part: TrainBatch, mode: str, counts: aggregate.Counts) -> Tensor:
+        return aggregate.token_weights(part.mask_NT, mode, counts, scale=self.scale, dtype=part.advantages_NT.dtype)
 
     def _members(self, experience: Experience, step: int, epoch: int) -> list[Tensor]:
         """Sample indices of every mini-batch of one epoch; this rank's share of each."""

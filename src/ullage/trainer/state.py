@@ -10,7 +10,9 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError
+from torch import Tensor
 
+from ullage.algorithms import Algorithm
 from ullage.base.communicator import Communicator
 from ullage.base.errors import DataError, UllageError, WriteError
 from ullage.data.sampler import Sampler
@@ -18,6 +20,7 @@ from ullage.engine import checkpoint
 from ullage.telemetry.recorder import Recorder
 from ullage.telemetry.run_directory import RunDirectory
 from ullage.workers.actor import Actor
+from ullage.workers.critic import Critic
 
 
 @dataclass(frozen=True, slots=True)
@@ -39,11 +42,15 @@ class Keeper:
         recorder: Recorder,
         ranks: Communicator,
         *,
+        algorithm: Algorithm,
+        critic: Critic | None = None,
         keep: int,
         facts: dict[str, Any],
     ) -> None:
         self.directory = directory
         self.actor = actor
+        self.critic = critic
+        self.algorithm = algorithm
         self.sampler = sampler
         self.recorder = recorder
         self.ranks = ranks
@@ -101,11 +108,16 @@ class Keeper:
                     "resume with the data the run was started with, or start a new run from its weights",
                 )
         self.actor.optimizer.restore(saved.tensors["optimizer"])
+        if self.critic:
+            self.critic.model.restore(saved.tensors["critic"])
+            self.critic.optimizer.restore(saved.tensors["critic_optimizer"])
+            self.critic.nonfinite_steps = saved.state["critic_nonfinite_steps"]
         torch.set_rng_state(saved.tensors["rng"]["torch"])
         self.sampler.restore(saved.state["sampler"])
         self._sampler_before = self.sampler.state()
         self.step = saved.state["step"]
         self.actor.nonfinite_steps = saved.state["nonfinite_steps"]
+        self.algorithm.restore(saved.state["algorithm"])
         self.evaluated = _evaluated(saved.state["evaluated"])
         self.best = _evaluated(saved.state["best"])
         self._saved = saved.state
@@ -130,19 +142,27 @@ class Keeper:
         self.ranks.raise_together(error)
 
     def _state(self) -> dict[str, Any]:
-        return {
+        critic = {"critic_nonfinite_steps": self.critic.nonfinite_steps} if self.critic else {}
+        return critic | {
             "step": self.step,
             "sampler": self._sampler_before,
             "evaluated": None if self.evaluated is None else [self.evaluated.step, self.evaluated.score],
             "best": None if self.best is None else [self.best.step, self.best.score],
             "nonfinite_steps": self.actor.nonfinite_steps,
+            "algorithm": self.algorithm.state(),
         }
+
+    def _tensors(self) -> dict[str, dict[str, Tensor]]:
+        tensors = {"optimizer": self.actor.optimizer.tensors(), "rng": {"torch": torch.get_rng_state()}}
+        if self.critic:
+            tensors |= {"critic": self.critic.model.tensors(), "critic_optimizer": self.critic.optimizer.tensors()}
+        return tensors
 
     def _write(self, state: dict[str, Any]) -> None:
         folder = checkpoint.write_checkpoint(
             self.directory.checkpoints,
             self.step,
-            tensors={"optimizer": self.actor.optimizer.tensors(), "rng": {"torch": torch.get_rng_state()}},
+            tensors=self._tensors(),
             state=state,
             extra_files=lambda place: self.actor.model.save(place / "model"),
             facts=self.facts,

@@ -1,1 +1,1 @@
-"""The roles of a run: actor, reference (later critic and reward model), each around a language model."""
+"""The roles of a run: actor, critic, reference (later reward model), each around a language model."""

@@ -6,11 +6,13 @@ import math
 from contextlib import nullcontext
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 
 from ullage.algorithms import Algorithm
 from ullage.base.communicator import Communicator
 from ullage.base.errors import NumericsError
+from ullage.base.seeds import derive
 from ullage.batch.pack import Limits
 from ullage.batch.stages import Experience, TrainBatch
 from ullage.config.tree import Actor as ActorConfig
@@ -41,6 +43,7 @@ class Actor:
         ranks: Communicator,
         *,
         temperature: float,
+        seed: int = 0,
         phase: Phase = nullcontext,
     ) -> None:
         self.model = model
@@ -48,6 +51,7 @@ class Actor:
         self.limits = limits
         self.ranks = ranks
         self.temperature = temperature
+        self.seed = seed
         self.phase = phase
         self.optimizer = Optimizer(model.module.named_parameters(), config.optim)
         self.nonfinite_steps = 0
@@ -60,6 +64,8 @@ class Actor:
 
     def update(self, mini_batch: TrainBatch, algorithm: Algorithm, learning_rate: float, tally: Tally) -> None:
         """One optimizer step on a mini-batch whose token weights already hold the denominators of all ranks."""
+        if algorithm.selects:
+            mini_batch = self._selected(mini_batch, algorithm)
         self.optimizer.zero_grad()
         loss_sum = 0.0
         for terms in self.backward(mini_batch, algorithm):
@@ -87,6 +93,13 @@ class Actor:
             done.append(terms)
         return done
 
+    def _selected(self, mini_batch: TrainBatch, algorithm: Algorithm) -> TrainBatch:
+        """A pass over the whole mini-batch first, for a loss that singles out tokens by its statistics."""
+        everything = [torch.arange(len(mini_batch.responses))]
+        logprobs = stage_logprobs(mini_batch, everything, self.model, self.limits, self.temperature)
+        seed = derive(self.seed, "selected tokens", self.optimizer.num_steps)
+        return algorithm.prepare(mini_batch, logprobs, self.ranks, seed)
+
     def _terms(
         self, logprobs_NT: Tensor, entropy_NT: Tensor, part: TrainBatch, algorithm: Algorithm
     ) -> tuple[Tensor, Terms]:
@@ -98,7 +111,8 @@ class Actor:
         loss_NT, report = token_loss.loss_NT, dict(token_loss.report_NT)
         if part.ref_logprobs_NT is not None:
             kl_NT = kl.ESTIMATORS[self.config.kl_loss_type](logprobs_NT, part.ref_logprobs_NT.to(logprobs_NT.dtype))
-            loss_NT = loss_NT + self.config.kl_loss_coef * kl_NT
+            if self.config.use_kl_loss:  # the reference may be there for the reward alone
+                loss_NT = loss_NT + self.config.kl_loss_coef * kl_NT
             report["actor/kl_ref"] = kl_NT
         if self.config.entropy_coeff:
             loss_NT = loss_NT - self.config.entropy_coeff * entropy_NT

@@ -13,13 +13,14 @@ from ullage.batch.pack import Limits, pack
 from ullage.batch.stages import Experience, Rollouts
 from ullage.model.language_model import LanguageModel
 from ullage.model.packing import Packed, build
+from ullage.model.trunk import Trunk
 
 Stage = TypeVar("Stage", bound=Rollouts)
 Phase = Callable[[str], AbstractContextManager[Any]]
 """Opens a named phase of the step: timing and memory are measured around what happens in it."""
 
 
-def micro_batches(stage: Stage, model: LanguageModel, limits: Limits) -> Iterator[tuple[Packed, Stage]]:
+def micro_batches(stage: Stage, model: Trunk, limits: Limits) -> Iterator[tuple[Packed, Stage]]:
     """Micro-batches over every sample of the stage that carries loss."""
     carriers = stage.mask_NT.any(-1).nonzero()[:, 0].tolist()
     groups = stage.group_N.tolist()
@@ -30,16 +31,28 @@ def micro_batches(stage: Stage, model: LanguageModel, limits: Limits) -> Iterato
         yield packed, stage.select(packed.samples.cpu())
 
 
-@torch.no_grad()
 def stage_logprobs(
     experience: Experience, mini_batches: list[Tensor], model: LanguageModel, limits: Limits, temperature: float
 ) -> Tensor:
     """[N, T] log-probs of the samples with signal, packed just as the update will pack them."""
+    return stage_numbers(
+        experience, mini_batches, model, limits, lambda packed: model.logprobs(packed, temperature=temperature)[0]
+    )
+
+
+@torch.no_grad()
+def stage_numbers(
+    experience: Experience,
+    mini_batches: list[Tensor],
+    model: Trunk,
+    limits: Limits,
+    compute: Callable[[Packed], Tensor],
+) -> Tensor:
+    """[N, T] what `compute` gives for each target of the samples in these mini-batches; 0 elsewhere."""
     width = experience.mask_NT.shape[1]
     out = torch.zeros(experience.mask_NT.shape, dtype=torch.promote_types(model.dtype, torch.float32))
     for members in mini_batches:
         part = experience.select(members)
         for packed, _ in micro_batches(part, model, limits):
-            values, _ = model.logprobs(packed, temperature=temperature)
-            out[members[packed.samples.cpu()]] = packed.scatter(values, width).to(out)
+            out[members[packed.samples.cpu()]] = packed.scatter(compute(packed), width).to(out)
     return out
