@@ -123,8 +123,8 @@ def test_clips_of_the_papers_unless_the_config_has_its_own():
     assert clips("grpo") == (0.2, 0.2)
     assert clips("grpo", clip_ratio=0.3) == (0.3, 0.3)
     assert clips("dapo") == (0.2, dapo.CLIP_HIGH) == (0.2, 0.28)
-    assert clips("gspo") == (gspo.CLIP_LOW, gspo.CLIP_HIGH) == (3e-4, 4e-4)
-    assert clips("gmpo") == (gmpo.CLIP, gmpo.CLIP) == (0.4, 0.4)
+    assert clips("gspo") == gspo.Loss.paper_clip == (3e-4, 4e-4)
+    assert clips("gmpo") == gmpo.Loss.paper_clip == (0.4, 0.4)
     for name in ("grpo", "dapo", "gspo", "gmpo", "cispo", "clip_cov"):
         assert clips(name, **own) == (0.1, 0.3)
 

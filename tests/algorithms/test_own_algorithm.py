@@ -79,12 +79,11 @@ def test_a_class_without_its_two_methods_is_refused(write):
     assert refused.value.cause == f"{file}: class Algorithm has no assign_credit and no policy_loss"
 
 
-def test_selecting_needs_a_prepare(write):
+def test_selecting_without_a_prepare_singles_out_nothing(write):
     algorithm = compose(make_config(write(WHOLE + "    selects = True\n")))
     assert algorithm.selects
     batch = algorithm.assign_credit(make_experience(), Solo())
-    with pytest.raises(NotImplementedError, match="selects = True only with a prepare"):
-        algorithm.prepare(batch, numbers(1), Solo(), 0)
+    assert algorithm.prepare(batch, numbers(1), Solo(), 0) is batch
 
 
 CREDIT = """

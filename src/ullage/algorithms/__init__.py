@@ -120,7 +120,9 @@ class WholeAlgorithm(ABC):
         return experience.valid_N
 
     def prepare(self, batch: TrainBatch, logprobs_NT: Tensor, ranks: Communicator, seed: int) -> TrainBatch:
-        raise NotImplementedError("set selects = True only with a prepare of your own")
+        """Called where `selects` is True; singles out nothing unless you define it."""
+        del logprobs_NT, ranks, seed
+        return batch
 
     def state(self) -> dict[str, float]:
         return {}

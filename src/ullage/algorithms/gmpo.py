@@ -2,35 +2,16 @@
 
 from __future__ import annotations
 
-from torch import Tensor
-
-from ullage.algorithms import TokenLoss
-from ullage.batch.stages import TrainBatch
-from ullage.config.tree import Config
+from ullage.algorithms import gspo
 from ullage.maths import losses
 
 CREDIT = "grpo"
 AGGREGATION = "seq-mean-token-mean"
 ONLY_AGGREGATION = True
-CLIP = 0.4
-"""The paper's, on log-ratios; used where the config gives neither clip_ratio_low nor clip_ratio_high."""
 
 
-class Loss:
-    """Sequence ratio by geometric mean."""
+class Loss(gspo.Loss):
+    """Sequence ratio by geometric mean; the paper's clip is on log-ratios."""
 
-    def __init__(self, config: Config) -> None:
-        actor = config.actor_rollout_ref.actor
-        self.clip_low = actor.clip_ratio_low or CLIP
-        self.clip_high = actor.clip_ratio_high or CLIP
-
-    def __call__(self, logprobs_NT: Tensor, old_logprobs_NT: Tensor, batch: TrainBatch) -> TokenLoss:
-        loss, clipped = losses.geo_mean(
-            logprobs_NT,
-            old_logprobs_NT,
-            batch.advantages_NT,
-            batch.mask_NT,
-            clip_low=self.clip_low,
-            clip_high=self.clip_high,
-        )
-        return TokenLoss(loss, {"actor/clip_fraction": clipped})
+    paper_clip = (0.4, 0.4)
+    surrogate = staticmethod(losses.geo_mean)

@@ -14,20 +14,22 @@ from ullage.maths import losses
 
 CREDIT = "grpo"
 AGGREGATION = "seq-mean-token-mean"
-CLIP_LOW, CLIP_HIGH = 3e-4, 4e-4
-"""The paper's; used where the config gives neither clip_ratio_low nor clip_ratio_high."""
 
 
 class Loss:
     """The clipped surrogate of the sequence ratio."""
 
+    paper_clip = (3e-4, 4e-4)
+    """Used where the config gives no clip_ratio_low or clip_ratio_high; clip_ratio is meant for tokens."""
+    surrogate = staticmethod(losses.gspo)
+
     def __init__(self, config: Config) -> None:
         actor = config.actor_rollout_ref.actor
-        self.clip_low = actor.clip_ratio_low or CLIP_LOW
-        self.clip_high = actor.clip_ratio_high or CLIP_HIGH
+        low, high = self.paper_clip
+        self.clip_low, self.clip_high = actor.clip_ratio_low or low, actor.clip_ratio_high or high
 
     def __call__(self, logprobs_NT: Tensor, old_logprobs_NT: Tensor, batch: TrainBatch) -> TokenLoss:
-        loss, clipped = losses.gspo(
+        loss, clipped = self.surrogate(
             logprobs_NT,
             old_logprobs_NT,
             batch.advantages_NT,
