@@ -194,7 +194,6 @@ def test_bad_run_names(name):
     [
         *((f"{ARR}rollout.name={name}", f"{ARR}rollout.name", f"set {ARR}rollout.name=embedded")
           for name in ("vllm", "sglang", "tgi", "trtllm", "hf")),
-        ("reward_model.enable=true", "reward_model.enable", "score with reward functions"),
         ("trainer.nnodes=2", "trainer.nnodes", "set trainer.nnodes=1"),
         *((f"algorithm.adv_estimator={name}", "algorithm.adv_estimator", "this one has cispo, clip_cov, dapo, ")
           for name in ("optimal_token_baseline", "tir_optimal_token_baseline")),

@@ -133,7 +133,7 @@ def test_a_wrong_key_is_not_reported_again_by_the_rules_that_read_it():
          "reward.max_failure_fraction = 2: must be a number at least 0 and at most 1"),
         ("data.columns=x", "data.columns = 'x': must be a mapping of keys to values"),
         ("data.columns={query: x}",
-         "data.columns.query = 'x': names no column of ours; they are prompt, target, source"),
+         "data.columns.query = 'x': names no column of ours; they are prompt, target, source, completion"),
         ("reward=[{named: gsm8k}]", "reward.functions[0].named = 'gsm8k': unknown key; did you mean name?"),
         ("reward=[{name: gsm8k, weight: heavy}]", "reward.functions[0].weight = 'heavy': must be a number"),
         ("reward.overlong_buffer={length: 9, lenght: 4}",

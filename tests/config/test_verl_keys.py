@@ -24,16 +24,9 @@ REFUSED_HERE = {
 }
 ARR = "actor_rollout_ref."
 LEFT = {
-    "examples/grpo_trainer/run_qwen2_5-3b_gsm8k_grpo_lora.sh": [f"{ARR}rollout.name", f"{ARR}model.lora_rank"],
     "examples/grpo_trainer/run_qwen2-32b_sglang_fsdp_npu.sh": [f"{ARR}rollout.name", "trainer.nnodes"],
-    "examples/ppo_trainer/run_qwen2-7b_rm_legacy.sh": [
-        f"{ARR}rollout.name", "reward_model.enable", "reward_model.model.path"
-    ],
-    "examples/ppo_trainer/run_qwen2-7b_rm_seq_balance_nsys.sh": [
-        f"{ARR}rollout.name", "reward_model.enable", "reward_model.model.path"
-    ],
     "examples/rollout_correction/run_with_rollout_corr.sh": [
-        f"{ARR}rollout.name", "algorithm.rollout_correction.rollout_is"
+        f"{ARR}rollout.name", "algorithm.rollout_correction.loss_type"
     ],
     "recipe/dapo/run_dapo_qwen2.5_32b.sh": ["trainer.nnodes"],
 }  # fmt: skip
@@ -79,8 +72,8 @@ def test_every_usual_key_has_a_verdict(key, value):
          "no effect here (there is no Ray controller): ray_kwargs.ray_init.num_cpus"),
         ([f"{ARR}model.use_remove_padding=True"],
          f"no effect here (padding is never computed): {ARR}model.use_remove_padding"),
-        (["critic.ppo_epochs=3", "critic.model.lora_rank=8", "critic.optim.optimizer=SGD"],
-         "no effect here (there is no critic): critic.ppo_epochs, critic.model.lora_rank, critic.optim.optimizer"),
+        (["critic.ppo_epochs=3", "critic.optim.optimizer=SGD"],
+         "no effect here (there is no critic): critic.ppo_epochs, critic.optim.optimizer"),
         (["algorithm.filter_groups.metric=acc"],
          "no effect here (only read by features that are off): algorithm.filter_groups.metric"),
         ([f"{ARR}actor.fsdp_config.{name}=1" for name in "abcdef"],
@@ -111,12 +104,11 @@ def test_what_is_off_needs_no_word(override):
 @pytest.mark.parametrize(
     ("overrides", "path", "rule"),
     [
-        ([f"{ARR}model.lora_rank=64", f"{ARR}model.lora_alpha=32"], f"{ARR}model.lora_rank",
-         "LoRA comes in a later release; set lora_rank=0 for full fine-tuning (and 1 more of its keys)"),
+        ([f"{ARR}model.lora.rank=64", f"{ARR}model.lora.alpha=32"], f"{ARR}model.lora.rank",
+         "other settings of adapters come in a later release; there are lora_rank, lora_alpha and target_modules "
+         "(and 1 more of its keys)"),
         ([f"{ARR}rollout.multi_turn.enable=True"], f"{ARR}rollout.multi_turn.enable",
-         "several turns and tools come in a later release"),
-        (["algorithm.rollout_correction.rollout_is=token"], "algorithm.rollout_correction.rollout_is",
-         "rollout correction comes in a later release; the embedded engine has nothing to correct"),
+         "verl's tool and agent classes do not load here; name an environment instead, such as environment.name=tools"),
         ([f"{ARR}actor.optim.optimizer=SGD"], f"{ARR}actor.optim.optimizer",
          "optimizers other than AdamW come in a later release"),
         (["data.image_key=pictures"],
@@ -159,7 +151,7 @@ def test_the_whole_recipe_of_dapo_is_read():
     assert config.actor_rollout_ref.actor.clip_ratio_high == 0.28
 
 
-@pytest.mark.parametrize("override", ["critic.ppo_epochs=2", "critic.model.lora_rank=8", "critic.optim.optimizer=SGD"])
+@pytest.mark.parametrize("override", ["critic.ppo_epochs=2", "critic.optim.optimizer=SGD"])
 def test_keys_of_a_critic_matter_when_there_is_one(override):
     key = override.split("=")[0]
     assert list(load_mapping({}, ["algorithm.adv_estimator=gae", override]).config.later) == [key]

@@ -34,6 +34,9 @@ RENAMED = {
     _CRITIC + "optim.lr_decay_style": _CRITIC + "optim.lr_scheduler_type",
     "trainer.max_actor_ckpt_to_keep": "trainer.max_ckpt_to_keep",
     "reward.reward_model.enable": "reward_model.enable",
+    "reward.reward_model.model_path": "reward_model.model.path",
+    "reward_model.model.input_tokenizer": "reward_model.model.tokenizer_path",
+    "model.partial_pretrain": _MODEL + "path",
     "reward_model.num_workers": "reward.num_workers",
 }
 """Old name: our name. A null leaves our default."""
@@ -98,6 +101,8 @@ def _columns(translation: Translation) -> None:
     """verl's own column names are found without a map."""
     for old, column, usual in (
         ("data.prompt_key", "prompt", "prompt"),
+        ("data.messages_key", "prompt", "messages"),
+        ("data.response_key", "completion", "completion"),
         ("data.reward_fn_key", "source", "data_source"),
     ):
         name = translation.leaves.pop(old, None)
@@ -122,6 +127,15 @@ def _kl_coefficient(translation: Translation) -> None:
     translation.move(old, _ACTOR + "kl_loss_coef", value)
     if isinstance(value, int | float) and value > 0 and _ACTOR + "use_kl_loss" not in translation.leaves:
         translation.move(old, _ACTOR + "use_kl_loss", True)
+
+
+def _truncated_importance(translation: Translation) -> None:
+    """verl's first correction: weights of tokens, truncated at this number; -1 was its way to say none."""
+    old, new = _ACTOR + "tis_imp_ratio_cap", "algorithm.rollout_correction.rollout_is"
+    cap = translation.leaves.pop(old, None)
+    if cap is not None and coerce(float, cap) != -1:
+        translation.move(old, new, "token")
+        translation.move(old, new + "_threshold", cap)
 
 
 def _greedy_evaluation(translation: Translation) -> None:
@@ -246,6 +260,7 @@ _STEPS: tuple[Callable[[Translation], None], ...] = (
     _overlong_prompts,
     _columns,
     _kl_coefficient,
+    _truncated_importance,
     _greedy_evaluation,
     _custom_reward,
     _overlong_answers,

@@ -13,7 +13,7 @@ _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,79}", re.ASCII)
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{digit}" for port in ("com", "lpt") for digit in range(1, 10))}
-_COLUMNS = ("prompt", "target", "source")
+_COLUMNS = ("prompt", "target", "source", "completion")
 _UNGROUPED = ("ppo", "reinforce_plus_plus", "remax")
 """Algorithms of ours whose advantages do not compare the samples of one prompt."""
 
@@ -26,6 +26,7 @@ def problems(config: Config) -> Iterator[Problem]:
     yield from _loss(config)
     yield from _optimizer(config)
     yield from _critic(config)
+    yield from _reward_model(config)
     yield from _counts(config)
     yield from _names(config)
 
@@ -118,6 +119,16 @@ def _critic(config: Config) -> Iterator[Problem]:
     if config.critic.share_actor and path is not None:
         rule = "a critic that shares the actor's weights has no model of its own; leave one of the two out"
         yield Problem("critic.model.path", path, rule, ("critic.share_actor",))
+    if config.critic.share_actor and config.critic.model.lora_rank:
+        rule = "a value head on the actor's hidden states has no adapter of its own; leave one of the two out"
+        yield Problem("critic.model.lora_rank", config.critic.model.lora_rank, rule, ("critic.share_actor",))
+
+
+def _reward_model(config: Config) -> Iterator[Problem]:
+    path, enabled = config.reward_model.model.path, config.reward_model.enable
+    if enabled and not path:
+        rule = "no reward model; give a folder or a Hub id of a sequence classifier with one label"
+        yield Problem("reward_model.model.path", path, rule, ("reward_model.enable",))
 
 
 def _counts(config: Config) -> Iterator[Problem]:
@@ -178,9 +189,6 @@ def _roles_not_yet(config: Config) -> Iterator[Problem]:
     if engine != "embedded":
         rule = f"this engine comes in a later release; set {_ROLLOUT}name=embedded"
         yield Problem(_ROLLOUT + "name", engine, rule)
-    if config.reward_model.enable:
-        rule = "a reward model comes in a later release; score with reward functions"
-        yield Problem("reward_model.enable", True, rule)
     if config.trainer.nnodes > 1:
         rule = "several machines come in a later release; set trainer.nnodes=1"
         yield Problem("trainer.nnodes", config.trainer.nnodes, rule)

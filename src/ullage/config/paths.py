@@ -1,8 +1,31 @@
 """Local paths of a config, made absolute: a run can then be continued and evaluated from any folder."""
 
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any, TypeVar
 
-from ullage.config.tree import Config
+from ullage.config.tree import Config, Section
+
+_Some = TypeVar("_Some", bound=Section)
+
+PATHS = (
+    "data.train_files",
+    "data.val_files",
+    "actor_rollout_ref.model.path",
+    "actor_rollout_ref.model.tokenizer_path",
+    "actor_rollout_ref.model.lora_adapter_path",
+    "critic.model.path",
+    "reward_model.model.path",
+    "reward_model.model.tokenizer_path",
+)
+"""Keys that name a file or folder, a Hub id or data that is made up."""
+PARTS = (
+    "algorithm.name",
+    "algorithm.adv_estimator",
+    "actor_rollout_ref.actor.policy_loss.loss_mode",
+    "environment.name",
+)
+"""Keys that name a part of ours, or a Python file."""
 
 
 def anchored(config: Config, folder: Path) -> Config:
@@ -11,33 +34,25 @@ def anchored(config: Config, folder: Path) -> Config:
     def full(path: str) -> str:
         return str((folder / path).absolute()) if path and (folder / path).exists() else path
 
-    arr, model = config.actor_rollout_ref, config.actor_rollout_ref.model
-    tokenizer = full(model.tokenizer_path) if model.tokenizer_path else None
-    model = model.model_copy(update={"path": full(model.path), "tokenizer_path": tokenizer})
-    critic_model = config.critic.model
-    if critic_model.path:
-        critic_model = critic_model.model_copy(update={"path": full(critic_model.path)})
-    loss = arr.actor.policy_loss
-    loss = loss.model_copy(update={"loss_mode": _full_part(loss.loss_mode, folder)})
-    actor = arr.actor.model_copy(update={"policy_loss": loss})
-    algorithm = {name: _full_part(getattr(config.algorithm, name), folder) for name in ("name", "adv_estimator")}
+    def full_part(name: str) -> str:  # a bare name is never a file, even where a folder is called so
+        return full(name) if name.endswith(".py") else name
+
+    for key in PATHS:
+        config = _changed(config, key, full)
+    for key in PARTS:
+        config = _changed(config, key, full_part)
     functions = [f.model_copy(update={"path": full(f.path) if f.path else None}) for f in config.reward.functions]
-    return config.model_copy(
-        update={
-            "data": config.data.model_copy(
-                update={
-                    "train_files": [full(file) for file in config.data.train_files],
-                    "val_files": [full(file) for file in config.data.val_files],
-                }
-            ),
-            "actor_rollout_ref": arr.model_copy(update={"model": model, "actor": actor}),
-            "critic": config.critic.model_copy(update={"model": critic_model}),
-            "reward": config.reward.model_copy(update={"functions": functions}),
-            "algorithm": config.algorithm.model_copy(update=algorithm),
-        }
-    )
+    return config.model_copy(update={"reward": config.reward.model_copy(update={"functions": functions})})
 
 
-def _full_part(name: str | None, folder: Path) -> str | None:
-    """A part of an algorithm given as a file; a bare name is never one, even where a folder is called so."""
-    return str((folder / name).absolute()) if name and name.endswith(".py") and (folder / name).exists() else name
+def _changed(section: _Some, key: str, change: Callable[[str], str]) -> _Some:
+    """The section with the text, or each text of the list, at a dotted key changed; null stays."""
+    name, _, rest = key.partition(".")
+    value: Any = getattr(section, name)
+    if rest:
+        value = _changed(value, rest, change)
+    elif isinstance(value, list):
+        value = [change(item) for item in value]
+    elif value is not None:
+        value = change(value)
+    return section.model_copy(update={name: value})

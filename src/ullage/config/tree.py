@@ -43,6 +43,10 @@ class Data(Section):
     apply_chat_template_kwargs: dict[str, Any] = {}
     system_prompt: str | None = None
     """Put before every chat prompt that has no system message of its own."""
+    mixing_weights: dict[str, PositiveFloat] = {}
+    """Share of each batch by source, for several sources; by their number of rows when empty."""
+    curriculum: bool = False
+    """Draw prompts more often whose success rate is near one half, less often those always or never solved."""
 
 
 class Model(Section):
@@ -54,6 +58,14 @@ class Model(Section):
     """auto: float32 on a CPU, bfloat16 weights with a float32 master on a GPU."""
     enable_gradient_checkpointing: bool | Literal["auto"] = "auto"
     """auto: on for a GPU, off for a CPU."""
+    lora_rank: NonNegativeInt = 0
+    """Train low-rank adapters of this rank instead of the weights (arXiv:2106.09685); 0: full fine-tuning."""
+    lora_alpha: PositiveFloat = 16
+    """Adapters are scaled by lora_alpha / lora_rank."""
+    target_modules: list[str] = ["all-linear"]
+    """Linear layers that get an adapter: `all-linear`, or the last parts of their names, such as [q_proj, v_proj]."""
+    lora_adapter_path: str | None = None
+    """A PEFT adapter folder to start from; rank, alpha and target modules are then its own."""
 
 
 class Optim(Section):
@@ -164,6 +176,9 @@ class ActorRolloutRef(Section):
 class CriticModel(Section):
     path: str | None = None
     """A causal language model, or a classifier with one label, whose head is kept; the actor's model when null."""
+    lora_rank: NonNegativeInt = 0
+    """Train adapters and the value head only; on the actor's own frozen weights where the actor has adapters too."""
+    lora_alpha: PositiveFloat = 16
 
 
 class CriticOptim(Optim):
@@ -188,8 +203,19 @@ class Critic(Section):
     """Tokens of one pass of the critic; the actor's limit when auto."""
 
 
+class RewardModelSource(Section):
+    path: str = ""
+    """A Hugging Face sequence classifier with one label. (A scoring service is the reward function `endpoint`.)"""
+    tokenizer_path: str | None = None
+    """The classifier's own when null."""
+
+
 class RewardModel(Section):
     enable: bool = False
+    """Score every answer with a model, on the same device, beside the reward functions if there are any."""
+    model: RewardModelSource = RewardModelSource()
+    weight: float = 1.0
+    """Of its score in the sum of all rewards."""
 
 
 class RewardFunction(Section):
@@ -197,6 +223,8 @@ class RewardFunction(Section):
     """A Python file; or leave it null and give a built-in or dotted name."""
     name: str = ""
     """The function in `path`; or a built-in: gsm8k, math, format, length, reasoning_gym; or package.module.function."""
+    sources: list[str] = []
+    """Data sources whose answers it scores; all when empty."""
     weight: float = 1.0
     kwargs: dict[str, Any] = {}
     """Extra keyword arguments of every call."""
@@ -221,6 +249,16 @@ class Reward(Section):
     """Share of a step's samples that may fail to score before the run stops with code 69."""
 
 
+class Environment(Section):
+    name: str | None = None
+    """What answers the model between its turns: a file of ullage/environments, a dotted module, or a path that ends in
+    .py; none when null: one answer per prompt."""
+    kwargs: dict[str, Any] = {}
+    """Keyword arguments of the environment's constructor."""
+    max_turns: PositiveInt = 8
+    """Answers of the model before an episode ends."""
+
+
 class KLControl(Section):
     type: Literal["fixed", "adaptive"] = "fixed"
     """adaptive steers the coefficient until the KL is target_kl (arXiv:1909.08593)."""
@@ -228,6 +266,23 @@ class KLControl(Section):
     target_kl: PositiveFloat = 0.1
     horizon: PositiveInt = 10_000
     """Samples over which an adaptive coefficient moves."""
+
+
+class RolloutCorrection(Section):
+    rollout_is: Literal["auto", "token", "sequence", None] = "auto"
+    """Importance weights for samples whose engine has other log-probs than the trainer: of each token, or of the whole
+    sequence. auto: token where the engine does not read the trainer's own weights."""
+    rollout_is_threshold: PositiveFloat | str = 2.0
+    """Weights are truncated here; "low_high" drops what lies outside instead (IcePop, arXiv:2510.18855)."""
+    rollout_is_batch_normalize: bool = False
+    """Divide the weights by their mean."""
+    rollout_rs: str | None = None
+    """Leave tokens or sequences out of the loss: token_k1, seq_sum_k1, seq_mean_k1, seq_max_k2 and so on; several with
+    commas."""
+    rollout_rs_threshold: PositiveFloat | str | None = None
+    """The bound of rollout_rs: a number, or "low_high" for k1; several with commas."""
+    bypass_mode: bool = False
+    """The engine's own log-probs are the old ones; the trainer computes none."""
 
 
 class FilterGroups(Section):
@@ -254,6 +309,7 @@ class Algorithm(Section):
     """The estimator used there."""
     kl_ctrl: KLControl = KLControl()
     filter_groups: FilterGroups = FilterGroups()
+    rollout_correction: RolloutCorrection = RolloutCorrection()
 
 
 class Trainer(Section):
@@ -291,6 +347,7 @@ class Config(Section):
     critic: Critic = Critic()
     reward_model: RewardModel = RewardModel()
     reward: Reward = Reward()
+    environment: Environment = Environment()
     algorithm: Algorithm = Algorithm()
     trainer: Trainer = Trainer()
     later: dict[str, Any] = {}

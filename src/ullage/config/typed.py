@@ -9,18 +9,12 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from pydantic import ValidationError
 
 from ullage.config.keys import describe, describe_field, fields_by_path, section_of
+from ullage.config.paths import PARTS, PATHS
 from ullage.config.problems import Problem
 from ullage.config.tree import Config, Section
 from ullage.config.yaml_reader import resolve_plain
 
-_PATHS = {
-    "data.train_files",
-    "data.val_files",
-    "actor_rollout_ref.model.path",
-    "actor_rollout_ref.model.tokenizer_path",
-    "critic.model.path",
-    "trainer.default_local_dir",
-}
+_HOME = {*PATHS, *PARTS, "trainer.default_local_dir"}
 """Keys in which a leading ~ is the home folder, so that no reader has to think of it."""
 
 
@@ -57,7 +51,7 @@ def _nested(leaves: Mapping[str, Any]) -> dict[str, Any]:
 
 def _coerce_key(path: str, value: object) -> object:
     coerced = coerce(fields_by_path()[path].annotation, value)
-    if path not in _PATHS:
+    if path not in _HOME:
         return coerced
     if isinstance(coerced, list):
         return [os.path.expanduser(item) if isinstance(item, str) else item for item in coerced]

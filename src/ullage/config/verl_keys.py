@@ -155,14 +155,13 @@ REFUSED = (
         unless=(None, False, ""),
         when=_resuming,
     ),
-    Rule("belongs to verl's supervised trainer; there is none here", "model.partial_pretrain data.messages_key"),
 )
 
 # --- of a later release: loads, is kept in `later`, and stops a run before it starts ---
 
-_LORA = "LoRA comes in a later release; set lora_rank=0 for full fine-tuning"
-_TURNS = "several turns and tools come in a later release"
-_CORRECTION = "rollout correction comes in a later release; the embedded engine has nothing to correct"
+_LORA = "other settings of adapters come in a later release; there are lora_rank, lora_alpha and target_modules"
+_TURNS = "verl's tool and agent classes do not load here; name an environment instead, such as environment.name=tools"
+_CORRECTION = "comes in a later release; the keys of rollout correction are algorithm.rollout_correction.*"
 _RESAMPLING = "resampling by reward comes in a later release"
 _VISION = "images, video and sound come in a later release; train on text"
 _OPTIMIZER = "optimizers other than AdamW come in a later release"
@@ -175,25 +174,15 @@ LATER = (
         when=_critic,
     ),
     Rule(
-        "LoRA for the critic comes in a later release; leave it out, or set critic.share_actor=true",
-        "critic.model.lora_rank critic.model.lora_adapter_path critic.model.lora.rank",
+        "an adapter for the critic to start from comes in a later release; leave it out",
+        "critic.model.lora_adapter_path critic.model.lora.rank",
         unless=(None, 0),
         when=_critic,
     ),
-    Rule(
-        "a reward model comes in a later release; score with reward functions",
-        "reward_model.* reward.reward_model.*",
-        when=_reward_model,
-    ),
+    Rule(_LORA, "actor_rollout_ref.model.lora.rank", unless=(None, 0)),
     Rule(
         _LORA,
-        "actor_rollout_ref.model.lora_rank actor_rollout_ref.model.lora_adapter_path actor_rollout_ref.model.lora.rank",
-        unless=(None, 0),
-    ),
-    Rule(
-        _LORA,
-        """actor_rollout_ref.model.lora_alpha actor_rollout_ref.model.target_modules
-        actor_rollout_ref.model.exclude_modules actor_rollout_ref.model.lora.*""",
+        "actor_rollout_ref.model.exclude_modules actor_rollout_ref.model.lora.*",
         unless=(None,),
         when=_lora,
     ),
@@ -211,11 +200,9 @@ LATER = (
     Rule(_TURNS, "*.agent.default_agent_loop", unless=(None, "single_turn_agent")),
     Rule(
         _CORRECTION,
-        """algorithm.rollout_correction.rollout_is algorithm.rollout_correction.rollout_rs
-        algorithm.rollout_correction.bypass_mode algorithm.rollout_is algorithm.rollout_rs""",
-        unless=(None, False),
+        "algorithm.rollout_correction.loss_type algorithm.rollout_is algorithm.rollout_rs",
+        unless=(None, False, "ppo_clip"),
     ),
-    Rule(_CORRECTION, "*.actor.tis_imp_ratio_cap", unless=(None, -1)),
     Rule(
         "filtering groups by another number than the whole reward comes in a later release; leave it out",
         "algorithm.filter_groups.metric",
@@ -305,10 +292,10 @@ NO_EFFECT = (
     ),
     Rule(
         "only read by features that are off",
-        """algorithm.rollout_correction.* algorithm.rollout_is* algorithm.rollout_rs* algorithm.pf_ppo.*
+        """algorithm.rollout_correction.loss_type algorithm.rollout_is* algorithm.rollout_rs* algorithm.pf_ppo.*
         algorithm.filter_groups.metric *.actor.calculate_* *.actor.sum_pi_squared* *.router_replay.*
-        *.rollout.enable_rollout_routing_replay *.model.lora_alpha *.model.target_modules *.model.exclude_modules
-        *.model.target_parameters *.model.lora.* *.model.mtp.* distillation.* data.image_patch_size
+        *.rollout.enable_rollout_routing_replay *.model.exclude_modules *.model.target_parameters *.model.lora.*
+        *.model.mtp.* distillation.* data.image_patch_size
         data.mm_processor_kwargs* *.qat.* trainer.v1.*""",
         unless=(False, "disabled"),
     ),
@@ -320,7 +307,18 @@ NO_EFFECT = (
     Rule("there is no critic", "critic.*", when=lambda leaves: not _critic(leaves)),
     Rule("the critic recomputes where the actor does", "critic.model.enable_gradient_checkpointing"),
     Rule("the critic reads the actor's tokens", "critic.model.tokenizer_path"),
-    Rule("there is no reward model", "reward_model.* reward.reward_model.*"),
+    Rule(
+        "the reward model runs beside the trainer",
+        """reward_model.model.* reward_model.rollout.* reward_model.enable_resource_pool reward_model.n*_per_node
+        reward_model.nnodes reward_model.max_length reward_model.use_reward_loop reward_model.profiler.*""",
+        when=_reward_model,
+        besides="reward_model.model.lora*",
+    ),
+    Rule(
+        "there is no reward model",
+        "reward_model.* reward.reward_model.*",
+        when=lambda leaves: not _reward_model(leaves),
+    ),
     Rule(
         "a run is resumed with `ullage resume`",
         "trainer.resume_mode trainer.resume_from_path trainer.del_local_ckpt_after_load",

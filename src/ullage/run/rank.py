@@ -26,7 +26,7 @@ from ullage.trainer.stop import Stop
 
 if TYPE_CHECKING:
     from ullage.engine.measure import MemoryProbe
-    from ullage.run.assemble import Surroundings
+    from ullage.run.surroundings import Surroundings
 
 STDIN, STDOUT, STDERR = 0, 1, 2
 
@@ -65,7 +65,7 @@ def surroundings(
     from ullage.engine import parallel
     from ullage.engine.measure import MemoryProbe
     from ullage.model.target import find_target
-    from ullage.run.assemble import Surroundings
+    from ullage.run.surroundings import Surroundings
 
     config = load_config(directory.resolved).config
     target = find_target(config.trainer.device, rank)

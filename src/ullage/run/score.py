@@ -12,15 +12,15 @@ from ullage.data.prompts import load_prompts
 from ullage.engine.measure import MemoryProbe
 from ullage.model.target import find_target
 from ullage.run.assemble import (
-    Surroundings,
     longest_prompt,
     make_engine,
     make_evaluator,
     num_evaluated,
-    open_model,
     open_pool,
     report_overlong,
 )
+from ullage.run.roles import open_model
+from ullage.run.surroundings import Surroundings
 from ullage.telemetry.recorder import Recorder
 from ullage.telemetry.run_directory import RunDirectory
 from ullage.telemetry.view import View
