@@ -26,7 +26,6 @@ def problems(config: Config) -> Iterator[Problem]:
     yield from _loss(config)
     yield from _optimizer(config)
     yield from _critic(config)
-    yield from _reward_model(config)
     yield from _counts(config)
     yield from _names(config)
 
@@ -122,13 +121,6 @@ def _critic(config: Config) -> Iterator[Problem]:
     if config.critic.share_actor and config.critic.model.lora_rank:
         rule = "a value head on the actor's hidden states has no adapter of its own; leave one of the two out"
         yield Problem("critic.model.lora_rank", config.critic.model.lora_rank, rule, ("critic.share_actor",))
-
-
-def _reward_model(config: Config) -> Iterator[Problem]:
-    path, enabled = config.reward_model.model.path, config.reward_model.enable
-    if enabled and not path:
-        rule = "no reward model; give a folder or a Hub id of a sequence classifier with one label"
-        yield Problem("reward_model.model.path", path, rule, ("reward_model.enable",))
 
 
 def _counts(config: Config) -> Iterator[Problem]:
@@ -235,4 +227,7 @@ def require_runnable(config: Config) -> None:
     if not config.reward.functions and not config.reward_model.enable:
         rule = "no reward; give a built-in (reward=gsm8k) or your own file (reward=my_reward.py)"
         missing.append(Problem("reward.functions", [], rule))
+    if config.reward_model.enable and not config.reward_model.model.path:
+        rule = "no reward model; give a folder or a Hub id of a sequence classifier with one label"
+        missing.append(Problem("reward_model.model.path", "", rule))
     raise_if_any([*missing, *not_yet(config)], "the config", "set these keys, in the file or as key=value")
