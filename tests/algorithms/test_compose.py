@@ -28,7 +28,12 @@ def parts_of(algorithm):
 
 
 def test_these_are_all_files():
-    assert extensions.known("algorithms") == sorted(NAMES)
+    assert extensions.known("algorithms") == sorted((*NAMES, "sft"))
+
+
+def test_supervised_training_is_one_class():
+    algorithm = compose(make_config("sft"))
+    assert (algorithm.needs, algorithm.aggregation, algorithm.refills) == ({"completions"}, "token-mean", False)
 
 
 @pytest.mark.parametrize("name", NAMES)

@@ -9,7 +9,7 @@ import pytest
 
 ROOT = Path(__file__).parent.parent.parent
 PACKAGE = ROOT / "src" / "ullage"
-LIGHT_ROOMS = ("base", "config", "telemetry", "rewards", "planner", "dashboard")
+LIGHT_ROOMS = ("base", "config", "telemetry", "rewards", "environments", "planner", "dashboard")
 HEAVY = ("torch", "transformers", "vllm", "sglang", "ray")
 
 LOAD = """

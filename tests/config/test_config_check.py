@@ -140,7 +140,6 @@ def test_the_kl_counted_twice_is_said():
 @pytest.mark.parametrize(
     ("override", "rule"),
     [
-        (f"{ARR}rollout.top_k=50", "set it to -1"),
         (f"{ARR}rollout.top_k=-2", "must be at least 1, or -1 for no limit"),
         (f"{ARR}rollout.val_kwargs.top_k=-5", "must be at least 1, or -1 for no limit"),
         (f"{ARR}actor.optim.betas=[0.9, 1.0]", "each must be at least 0 and below 1"),

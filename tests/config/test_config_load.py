@@ -78,13 +78,12 @@ def test_every_problem_at_once():
         "trainer": {"sav_freq": 5, "experiment_name": "../x"},
         "actor_rollout_ref": {
             "actor": {"optim": {"lr": "fast"}, "ppo_mini_batch_size": 128, "clip_ratio_c": 1.0},
-            "rollout": {"temperature": 0, "top_p": 0.9},
+            "rollout": {"temperature": 0, "top_k": -2},
         },
         "data": {"trust_remote_code": True, "shuffle": "yes"},
         "lr": 1e-6,
     }
     arr = "actor_rollout_ref."
-    truncated = "training on truncated samples comes in a later release: the trainer's probabilities would not match"
     assert sorted(problems(mapping)) == sorted([
         "trainer.sav_freq = 5: unknown key; did you mean trainer.save_freq?",
         "trainer.experiment_name = '../x': names a folder: letters, digits, _ . - only, a letter or digit first, "
@@ -93,7 +92,7 @@ def test_every_problem_at_once():
         f"{arr}actor.ppo_mini_batch_size = 128: must be at most data.train_batch_size = 64; both count prompts",
         f"{arr}actor.clip_ratio_c = 1.0: must be above 1: it bounds the ratio from above",
         f"{arr}rollout.temperature = 0: must be a number above 0",
-        f"{arr}rollout.top_p = 0.9: {truncated}; set it to 1",
+        f"{arr}rollout.top_k = -2: must be at least 1, or -1 for no limit",
         "data.trust_remote_code = true: runs code that comes with a model or data set, which Ullage never does; "
         "use a model that `transformers` supports, and set it to false",
         "data.shuffle = 'yes': must be true or false",

@@ -26,7 +26,7 @@ ARR = "actor_rollout_ref."
 LEFT = {
     "examples/grpo_trainer/run_qwen2-32b_sglang_fsdp_npu.sh": [f"{ARR}rollout.name", "trainer.nnodes"],
     "examples/rollout_correction/run_with_rollout_corr.sh": [
-        f"{ARR}rollout.name", "algorithm.rollout_correction.loss_type"
+        f"{ARR}rollout.name", "algorithm.rollout_correction.rollout_is", "algorithm.rollout_correction.loss_type"
     ],
     "recipe/dapo/run_dapo_qwen2.5_32b.sh": ["trainer.nnodes"],
 }  # fmt: skip

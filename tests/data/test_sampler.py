@@ -91,3 +91,10 @@ def test_order_that_cannot_be_continued(name, other):
     changed = Sampler(batch_size=5, **{**settings, name: other})
     with pytest.raises(DataError, match=f"{name} was {settings[name]}, now {other}"):
         changed.restore(state)
+
+
+def test_rates_change_nothing():
+    learning, plain = (Sampler(8, 4, seed=1, shuffle=True) for _ in range(2))
+    learning.learn({0: 0.0, 3: 1.0})
+    assert learning.state() == plain.state()
+    assert draw(learning, 4) == draw(plain, 4)

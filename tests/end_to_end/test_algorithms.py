@@ -96,7 +96,7 @@ def test_gdpo_learns_from_two_rewards_of_different_size(ullage, task, tmp_path):
 def test_every_algorithm_is_here():
     from ullage.base import extensions
 
-    assert sorted([*QUICK, *SLOW]) == extensions.known("algorithms")
+    assert sorted([*QUICK, *SLOW, "sft"]) == extensions.known("algorithms")  # sft: test_supervised.py
 
 
 @pytest.mark.parametrize("control", ["fixed", "adaptive"])

@@ -17,9 +17,9 @@ def tensor(values):
 
 
 def test_rewards_sit_on_the_last_sampled_token():
-    mask = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0], [0, 1, 0]])
-    got = token.at_last_token(tensor([1.0, 2.0, math.nan, 4.0]), mask)
-    assert got.tolist() == [[0, 1, 0], [0, 0, 2], [0, 0, 0], [0, 4, 0]]
+    mask = torch.tensor([[1, 1, 0], [1, 0, 1], [0, 0, 0], [0, 1, 0], [0, 0, 0]])
+    got = token.at_last_token(tensor([1.0, 2.0, math.nan, 4.0, 5.0]), mask)
+    assert got.tolist() == [[0, 1, 0], [0, 0, 2], [0, 0, 0], [0, 4, 0], [5, 0, 0]]
     assert token.at_last_token(tensor([1.0]), mask[:1, :0]).shape == (1, 0)
 
 

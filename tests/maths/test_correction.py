@@ -136,12 +136,12 @@ def test_rejection(rule, high, low, want):
 
 def test_every_rule_is_tested_and_no_other_known():
     tested = {mark.args[1][i][0] for mark in test_rejection.pytestmark for i in range(len(mark.args[1]))}
-    assert tested == set(correction.RULES)
+    assert tested == set(correction.REJECTION_RULES)
     with pytest.raises(AssertionError, match="unknown rule seq_max_k1"):
         kept("seq_max_k1", 2.0)
 
 
-@pytest.mark.parametrize("rule", correction.RULES)
+@pytest.mark.parametrize("rule", correction.REJECTION_RULES)
 def test_equal_policies_keep_everything(rule):
     keep = correction.keep(rule, ROLLOUT, ROLLOUT, MASK, high=1.0001)
     assert torch.equal(keep, MASK)

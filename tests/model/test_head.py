@@ -128,3 +128,36 @@ def test_default_chunk_follows_the_vocabulary(monkeypatch):
     with _Largest() as largest:
         head.logprobs(hidden, targets, temperature=1.0, entropy=False)
     assert largest.elements == 2000
+
+
+SUPPORTS = [[0, 3, 6], [2], [1, 2, 3, 4, 5, 6], [5, 0], [4, 1]]
+
+
+def with_supports(hidden, targets, head, temperature):
+    """By the book: everything outside the support has probability 0."""
+    logits = hidden @ head.weight.t() * head.scale
+    if head.softcap is not None:
+        logits = head.softcap * torch.tanh(logits / head.softcap)
+    logprobs, entropies = [], []
+    for row, target, ids in zip(logits / temperature, targets.tolist(), SUPPORTS, strict=True):
+        inside = row[ids].log_softmax(-1)
+        logprobs.append(inside[ids.index(target)])
+        entropies.append(-(inside.exp() * inside).sum())
+    return torch.stack(logprobs), torch.stack(entropies)
+
+
+@pytest.mark.parametrize("chunk", [1, 2, 5])
+@pytest.mark.parametrize("softcap", [None, 2.0])
+def test_a_truncated_distribution_is_renormalised(chunk, softcap):
+    hidden, _, head = make(scale=1.5, softcap=softcap)
+    targets = torch.tensor([3, 2, 6, 0, 4])
+    supports = tuple(torch.tensor(ids, dtype=torch.int32) for ids in SUPPORTS)
+    upstream = [torch.tensor([1.0, -2.0, 0.5, 3.0, -1.0], dtype=torch.float64), torch.ones(5, dtype=torch.float64)]
+    got = head.logprobs(hidden, targets, temperature=0.7, entropy=True, supports=supports, chunk=chunk)
+    want = with_supports(hidden, targets, head, 0.7)
+    assert got[0][1].item() == 0.0, "one id was left: it was certain"
+    torch.testing.assert_close(got, want, rtol=0, atol=1e-12)
+    inputs = [hidden, head.weight]
+    torch.testing.assert_close(
+        torch.autograd.grad(got, inputs, upstream), torch.autograd.grad(want, inputs, upstream), rtol=0, atol=1e-11
+    )

@@ -256,6 +256,43 @@ def test_trl_none_means_that_the_function_does_not_apply(tmp_path):
         assert scored(opened, "x", source="code")[0].error == "only_math in only_math.py returned None"
 
 
+def test_a_function_scores_only_its_own_sources(tmp_path):
+    """The others are not even called: the first fails on anything but numbers."""
+    (tmp_path / "whole.py").write_text("def score(response, target): return float(int(response) == int(target))")
+    functions = [
+        RewardFunction(path=str(tmp_path / "whole.py"), sources=["sums", "products"], weight=2.0),
+        RewardFunction(name="format", kwargs={"pattern": "[a-z]+"}, sources=["words"], weight=3.0),
+        RewardFunction(name="length", kwargs={"max_length": 4, "buffer": 2}),
+    ]
+    with pool(*functions, num_workers=1) as opened:
+        assert scored(opened, "7", target="7", source="sums") == [Score(2 - 0.5, {"whole": 1.0, "length": -0.5}, None)]
+        assert scored(opened, "x", target="x", source="words") == [
+            Score(3 - 0.5, {"format": 1.0, "length": -0.5}, None)
+        ]
+        assert scored(opened, "x", target="7", source="sums")[0].error.startswith("score in whole.py raised ValueError")
+        assert scored(opened, "x", source="other") == [Score(-0.5, {"length": -0.5}, None)]
+        assert [line.partition("), ")[2] for line in opened.descriptions] == [
+            "weight 2, for sums and products", "weight 3, for words", ""
+        ]  # fmt: skip
+
+
+def test_what_no_function_scores_is_left_to_others():
+    with pool(RewardFunction(name="gsm8k", sources=["sums"]), num_workers=1) as opened:
+        opened.submit(request("18", target="18", source="chat"))
+        opened.submit(request("18", target="18", source="sums"))
+        assert opened.collect() == [Score(0.0, {}, None), Score(1.0, {"gsm8k": 1.0}, None, "18")]
+
+
+def test_a_lost_worker_is_blamed_on_the_function_that_was_asked(tmp_path):
+    path = tmp_path / "fatal.py"
+    path.write_text("import os\ndef score(response): os._exit(4)")
+    functions = [RewardFunction(name="format", sources=["words"]), RewardFunction(path=str(path), sources=["sums"])]
+    with pool(*functions, num_workers=1) as opened:
+        lost, fine = (scored(opened, "x", source=source)[0] for source in ("sums", "words"))
+    assert lost == Score(None, {}, "exited with code 4 in score in fatal.py")
+    assert fine == Score(0.0, {"format": 0.0}, None)
+
+
 def test_file_may_import_its_neighbours_but_cannot_hide_an_installed_module(tmp_path):
     (tmp_path / "neighbour_of_reward.py").write_text("VALUE = 0.75")
     (tmp_path / "decimal.py").write_text("raise RuntimeError('hidden')")

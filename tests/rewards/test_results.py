@@ -6,7 +6,8 @@ from fractions import Fraction
 import numpy
 import pytest
 
-from ullage.rewards.results import Judged, Result, UnusableResult, printable, raised, read_list_result, read_result
+from ullage.base.user_code import printable, raised
+from ullage.rewards.results import Judged, Result, UnusableResult, read_list_result, read_result
 
 
 @pytest.mark.parametrize(

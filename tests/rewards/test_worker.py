@@ -26,11 +26,17 @@ def test_one_reply_per_function_up_to_the_first_that_failed(tmp_path):
         path.write_text(f"def score(response):\n    {body}\n")
         functions.append({"path": str(path), "name": "", "kwargs": {}})
     row = {"prompt": "", "target": "", "source": "", "extra": {}, "response_length": 0, "response_ids": None}
-    requests = [{**row, "response": response} for response in ("2", "0", "4")]
-    replies = conversation([{"functions": functions}, *requests], 9)
+    requests = [{**row, "functions": [0, 1, 2], "response": response} for response in ("2", "0", "4")]
+    requests.append({**row, "functions": [2, 0], "response": "0"})
+    replies = conversation([{"functions": functions}, *requests], 11)
     assert [reward["label"] for reward in replies[0]["rewards"]] == ["one", "two", "three"]
     error = {"error": "score in two.py raised ZeroDivisionError: division by zero at two.py:2"}
-    assert [reply.get("score", reply) for reply in replies[1:]] == [1.0, 0.5, 3.0, 1.0, error, 1.0, 0.25, 3.0]
+    assert [reply.get("score", reply) for reply in replies[1:]] == [
+        *(1.0, 0.5, 3.0),
+        *(1.0, error),
+        *(1.0, 0.25, 3.0),
+        *(3.0, 1.0),  # those asked for
+    ]
 
 
 def test_importing_a_worker_is_light():

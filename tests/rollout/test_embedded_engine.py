@@ -1,6 +1,7 @@
 """The embedded engine: the same completions whatever the slots, order or cache; pages returned; ends and reasons."""
 
 import dataclasses
+from typing import NamedTuple
 
 import pytest
 import torch
@@ -11,6 +12,7 @@ from ullage.batch.pack import Limits
 from ullage.rollout.embedded.engine import Engine
 from ullage.rollout.embedded.pages import PAGE_SIZE
 from ullage.rollout.sampling import GroupRequest, Sampling
+from ullage.trainer.collect import to_rollouts
 from ullage.workers.passes import stage_logprobs
 
 EOS = 2
@@ -35,6 +37,12 @@ def requests():
 
 def make_engine(model, slots=64, cache_tokens=None):
     return Engine(model, slots=slots, max_length=max(PROMPT_LENGTHS) + MAX_TOKENS, cache_tokens=cache_tokens)
+
+
+class Prompted(NamedTuple):
+    """A prompt as a stage wants it."""
+
+    token_ids: tuple[int, ...]
 
 
 def assert_same(got, want):
@@ -107,6 +115,28 @@ def test_logprobs_equal_the_trainers_in_float32(model, requests, expected, share
     limits = Limits(max_tokens=max_tokens, share_prefix=share_prefix)
     trainer = stage_logprobs(experience, [torch.arange(len(expected))], model, limits, 1.0)
     assert (trainer - stage.rollout_logprobs_NT).abs().max() <= 1e-5
+
+
+@pytest.mark.invariant
+@pytest.mark.parametrize("truncation", [{"top_k": 5}, {"top_p": 0.8}, {"top_k": 12, "top_p": 0.9}])
+def test_truncated_logprobs_are_replayed_by_the_trainer(model, requests, truncation):
+    samples = make_engine(model, slots=7).generate(requests, sampling(keep_supports=True, **truncation))
+    stage = to_rollouts([Prompted(request.prompt) for request in requests], range(len(requests)), samples)
+    sizes = {len(ids) for support in stage.supports for ids in support}
+    assert max(sizes) <= truncation.get("top_k", model.head.weight.shape[0] - 1)
+    valid = torch.ones(len(samples), dtype=torch.bool)
+    experience = stage.scored(rewards_N=torch.zeros(len(samples)), valid_N=valid)
+    limits = Limits(max_tokens=200)
+    trainer = stage_logprobs(experience, [torch.arange(len(samples))], model, limits, 1.0)
+    assert (trainer - stage.rollout_logprobs_NT).abs().max() <= 1e-5
+    whole = dataclasses.replace(experience, supports=None)
+    untruncated = stage_logprobs(whole, [torch.arange(len(samples))], model, limits, 1.0)
+    assert (untruncated - stage.rollout_logprobs_NT)[stage.mask_NT].min() < -0.1, "truncation matters here"
+
+
+def test_supports_are_only_given_where_they_are_asked_for(model, requests):
+    samples = make_engine(model).generate(requests[:1], sampling(top_k=3))
+    assert {sample.supports for sample in samples} == {None}
 
 
 def test_a_cache_too_small_for_one_sequence_is_refused(model, requests):

@@ -13,8 +13,9 @@ from ullage.config.tree import Config
 from ullage.data.prompts import Prompt, PromptSet
 from ullage.model.load import load_model
 from ullage.model.target import Target
-from ullage.run.assemble import derivation, longest_prompt, make_engine, num_evaluated
+from ullage.run.assemble import derivation
 from ullage.run.roles import make_critic, make_limits
+from ullage.run.supply import longest_prompt, make_engine, num_evaluated
 from ullage.workers.actor import Actor
 
 CPU = Target("cpu", 0, (0, 0), 8 << 30)

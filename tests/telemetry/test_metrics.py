@@ -21,6 +21,10 @@ def test_every_name_of_the_contract_is_declared():
     [
         ("reward/mean", "reward/mean"),
         ("reward/gsm8k", "reward/<function>"),
+        ("reward/gsm8k/acc", "reward/<function>"),
+        ("reward/openai/gsm8k/mean", "reward/<source>/mean"),
+        ("response/sums/length_mean", "response/<source>/length_mean"),
+        ("group/sums/zero_std_fraction", "group/<source>/zero_std_fraction"),
         ("time/step", "time/step"),
         ("time/update_critic", "time/<phase>"),
         ("memory/rollout_peak_bytes", "memory/<phase>_peak_bytes"),

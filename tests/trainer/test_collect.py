@@ -1,5 +1,6 @@
 """From an engine's samples to experience, metrics and logged rows."""
 
+import dataclasses
 import json
 
 import pytest
@@ -9,14 +10,16 @@ from ullage.algorithms._compose import compose
 from ullage.base.communicator import Solo
 from ullage.base.seeds import derive
 from ullage.config.tree import Config
+from ullage.data.curriculum import Curriculum
 from ullage.data.prompts import Prompt
 from ullage.data.sampler import Sampler
+from ullage.maths.advantages_token import gdpo
 from ullage.rewards.pool import Score
 from ullage.rollout.sampling import Sample
 from ullage.telemetry.run_directory import RunDirectory
 from ullage.telemetry.tally import Tally
 from ullage.telemetry.writer import MetricsWriter
-from ullage.trainer.collect import Collector, to_rollouts
+from ullage.trainer.collect import Collector, to_parts, to_rollouts
 
 PROMPTS = [
     Prompt(id=10 + n, token_ids=(5,) * (n + 1), prompt=f"p{n}", target=str(n), source="s", extra={}) for n in range(4)
@@ -61,7 +64,9 @@ class FixedGenerator:
         return samples, scores, ["text"] * len(samples)
 
 
-def make_collector(tmp_path, rewards, *, ranks=None, log_samples=64, **actor):
+def make_collector(
+    tmp_path, rewards, *, ranks=None, log_samples=64, prompts=PROMPTS, sampler=None, full_marks=None, **actor
+):
     config = Config.model_validate(
         {
             "data": {"train_batch_size": 4, "shuffle": False},
@@ -74,13 +79,14 @@ def make_collector(tmp_path, rewards, *, ranks=None, log_samples=64, **actor):
     generator = FixedGenerator(rewards)
     collector = Collector(
         config,
-        PROMPTS,
-        Sampler(4, 4, seed=1, shuffle=False),
+        prompts,
+        sampler or Sampler(4, 4, seed=1, shuffle=False),
         generator,
         compose(config),
         ranks or Solo(),
         None,
         MetricsWriter(directory),
+        full_marks=full_marks,
     )
     return collector, generator, directory
 
@@ -147,3 +153,99 @@ def test_only_the_first_samples_of_the_batch_are_logged(tmp_path):
         (10, 0, 1.0), (10, 1, 0.0), (11, 0, 1.0)
     ]  # fmt: skip
     assert rows[0]["token_ids"] == [7, 2]
+
+
+# --- several sources ---
+
+SOURCES = ["sums", "sums", "words", "words"]
+OF_TWO_SOURCES = [dataclasses.replace(prompt, source=name) for prompt, name in zip(PROMPTS, SOURCES, strict=True)]
+
+
+def test_one_source_has_no_curves_of_its_own(tmp_path):
+    tally = Tally()
+    make_collector(tmp_path, REWARDS)[0].collect(1, tally)
+    assert set(tally.means(Solo())) == {
+        "reward/failed_fraction", "reward/mean", "reward/own", "response/length_mean", "response/truncated_fraction",
+        "group/zero_std_fraction",
+    }  # fmt: skip
+
+
+def test_each_of_several_sources_has_its_curves(tmp_path):
+    tally = Tally()
+    make_collector(tmp_path, REWARDS, prompts=OF_TWO_SOURCES)[0].collect(1, tally)
+    means = tally.means(Solo())
+    assert means == pytest.approx(
+        {
+            "reward/failed_fraction": 1 / 8,
+            "reward/mean": 4.5 / 7,
+            "reward/sums/mean": 0.75,
+            "reward/words/mean": 0.5,  # of the three that have one
+            "reward/own": 4.5 / 7,
+            "reward/sums/own": 0.75,
+            "reward/words/own": 0.5,
+            "response/length_mean": 2,
+            "response/sums/length_mean": 2,
+            "response/words/length_mean": 2,
+            "response/truncated_fraction": 0,
+            "group/zero_std_fraction": 0.25,
+            "group/sums/zero_std_fraction": 0.5,
+            "group/words/zero_std_fraction": 0,
+        }
+    )
+
+
+def test_a_function_that_does_not_score_a_source_moves_nothing_of_it():
+    """GDPO normalises each function within a group: of what is 0 for all of it, nothing is left."""
+    scores = [Score(1.0, {"own": 1.0}, None), Score(0.0, {"own": 0.0}, None)]
+    scores += [Score(30.0, {"other": 30.0}, None), Score(10.0, {"other": 10.0}, None)]
+    parts, group_N = to_parts(scores, ["own", "other"]), torch.tensor([0, 0, 1, 1])
+    valid_N, mask_NT = torch.ones(4, dtype=torch.bool), torch.ones(4, 1)
+    apart = gdpo(parts, [1.0, 1.0], group_N, valid_N, mask_NT)
+    assert torch.equal(apart, gdpo(parts.sum(1, keepdim=True), [1.0], group_N, valid_N, mask_NT))
+    weighted = gdpo(parts, [4.0, 1.0], group_N, valid_N, mask_NT)[:, 0]
+    assert (weighted / weighted[2]).tolist() == pytest.approx([4, -4, 1, -1], rel=1e-5)
+
+
+# --- success rates ---
+
+
+class Heard(Solo):
+    """The first of two ranks, which hears what the second has to say."""
+
+    size = 2
+
+    def __init__(self, other):
+        self.other = other
+
+    def gather(self, value):
+        return [value, json.loads(json.dumps(self.other))]
+
+
+def test_the_sampler_learns_which_share_of_the_answers_had_full_marks(tmp_path):
+    """By the marks of each source, over samples that could be scored."""
+    sampler = Curriculum(4, 4, seed=1, shuffle=False)
+    options = {"prompts": OF_TWO_SOURCES, "sampler": sampler, "full_marks": {"sums": 1.0, "words": 0.5}}
+    make_collector(tmp_path, REWARDS, **options)[0].collect(1, Tally())
+    assert sampler.rates == [0.5, 1.0, 1.0, 0.5]
+
+
+def test_what_has_no_score_or_no_marks_is_not_learned(tmp_path):
+    sampler = Curriculum(4, 4, seed=1, shuffle=False)
+    options = {"prompts": OF_TWO_SOURCES, "sampler": sampler, "full_marks": {"sums": 1.0}}
+    make_collector(tmp_path, REWARDS | {10: [None, None]}, **options)[0].collect(1, Tally())
+    assert sampler.rates == [None, 1.0, None, None]
+
+
+def test_every_rank_learns_what_the_others_saw(tmp_path):
+    sampler = Curriculum(4, 4, seed=1, shuffle=False)
+    collector, _, _ = make_collector(tmp_path, REWARDS, sampler=sampler, full_marks={"s": 1.0}, ranks=Heard([]))
+    collector._log = lambda step, rows: None
+    collector.ranks.other = [[1, 0.125], [3, 0.25]]
+    collector.collect(1, Tally())
+    assert sampler.rates == [0.5, 0.125, 1.0, 0.25]
+
+
+def test_without_marks_nothing_is_learned(tmp_path):
+    sampler = Curriculum(4, 4, seed=1, shuffle=False)
+    make_collector(tmp_path, REWARDS, sampler=sampler)[0].collect(1, Tally())
+    assert sampler.rates == [None] * 4

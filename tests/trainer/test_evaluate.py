@@ -31,7 +31,10 @@ class FixedGenerator:
         return samples, scores, [f"text {sample.index}" for sample in samples]
 
 
-def make_evaluator(tmp_path, rewards, *, full_marks=1.0):
+ONE = {"easy": 1.0, "hard": 1.0, "sums": 1.0, "told": 1.0, "mixed": 1.0, "failed": 1.0}
+
+
+def make_evaluator(tmp_path, rewards, *, full_marks=ONE):
     directory = RunDirectory(tmp_path, "run")
     directory.create()
     config = Config.model_validate({"actor_rollout_ref": {"rollout": {"val_kwargs": {"n": 4}}}})
@@ -79,9 +82,23 @@ def test_scores_by_source(tmp_path):
 
 def test_a_sample_passes_with_full_marks_only(tmp_path):
     rewards = {0: [2.0] * 4, 1: [1.0] * 4, 2: [2.0, 1.0, 1.0, 1.0]}
-    evaluation = make_evaluator(tmp_path, rewards, full_marks=2.0)[0].evaluate(1)
+    evaluation = make_evaluator(tmp_path, rewards, full_marks={"easy": 2.0, "hard": 2.0})[0].evaluate(1)
     assert evaluation.metrics["eval/easy/pass@1"] == 0.5
     assert evaluation.metrics["eval/hard/pass@1"] == 0.25
+
+
+def test_full_marks_are_those_of_the_source(tmp_path):
+    rewards = {0: [2.0] * 4, 1: [1.0] * 4, 2: [0.5, 0.3, 0.2 + 0.1, 0.0]}
+    evaluation = make_evaluator(tmp_path, rewards, full_marks={"easy": 2.0, "hard": 0.3})[0].evaluate(1)
+    assert evaluation.metrics["eval/easy/pass@1"] == 0.5
+    assert evaluation.metrics["eval/hard/pass@1"] == 0.75
+
+
+def test_a_source_without_full_marks_has_no_pass(tmp_path):
+    evaluation = make_evaluator(tmp_path, {n: [7.0] * 4 for n in range(3)}, full_marks={"easy": 1.0})[0].evaluate(1)
+    of_hard = {name.removeprefix("eval/hard/") for name in evaluation.metrics if name.startswith("eval/hard/")}
+    assert of_hard == {"mean@4", "best@1", "best@2", "best@4"}
+    assert evaluation.metrics["eval/easy/pass@4"] == 1.0
 
 
 def test_two_evaluations_use_the_same_seeds(tmp_path):
@@ -110,7 +127,7 @@ def rows_of(source, *prompts):
 
 
 def majorities(rows):
-    return {name: value for name, value in metrics_of(rows, 1.0).items() if "/maj@" in name}
+    return {name: value for name, value in metrics_of(rows, ONE).items() if "/maj@" in name}
 
 
 def test_majority_votes_by_hand():

@@ -25,6 +25,7 @@ class FakeOptimizer:
 
 
 class FakeModel:
+    adapters = None
     content = "weights"
     fails = False
 
@@ -33,6 +34,8 @@ class FakeModel:
         (folder / "model.txt").write_text(self.content)
         if self.fails:
             raise OSError(28, "No space left on device")
+
+    save_merged = save
 
 
 class FakeActor:

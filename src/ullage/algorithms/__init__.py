@@ -25,6 +25,8 @@ class TokenLoss:
 
     loss_NT: Tensor
     report_NT: dict[str, Tensor]
+    of_sequence: bool = False
+    """Each token carries the loss of its whole sequence, so a correction for it is the sequence's too."""
 
 
 class Assigned(NamedTuple):

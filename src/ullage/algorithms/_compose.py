@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 from types import ModuleType
 from typing import Any
 
@@ -54,7 +55,8 @@ class Composed:
 
     def policy_loss(self, logprobs_NT: Tensor, old_logprobs_NT: Tensor, batch: TrainBatch) -> TokenLoss:
         token_loss = self.loss(logprobs_NT, old_logprobs_NT, batch)
-        return TokenLoss(token_loss.loss_NT, token_loss.report_NT | {"actor/kl_old": old_logprobs_NT - logprobs_NT})
+        report = token_loss.report_NT | {"actor/kl_old": old_logprobs_NT - logprobs_NT}
+        return dataclasses.replace(token_loss, report_NT=report)
 
     def state(self) -> dict[str, float]:
         """What a checkpoint must remember."""

@@ -37,6 +37,10 @@ class Credit:
                 "leave it out, and add the reward function `length`",
             )
         self.weights = [function.weight for function in config.reward.functions]
+        if config.reward_model.enable:  # its score comes after theirs
+            self.weights.append(config.reward_model.weight)
+        if config.environment.name:  # and an environment's after it
+            self.weights.append(1.0)
         self.divide_by_std = config.algorithm.norm_adv_by_std_in_grpo
 
     def has_signal(self, experience: Experience) -> Tensor:

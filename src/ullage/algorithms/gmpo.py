@@ -15,3 +15,4 @@ class Loss(gspo.Loss):
 
     paper_clip = (0.4, 0.4)
     surrogate = staticmethod(losses.geo_mean)
+    of_sequence = True

@@ -22,6 +22,7 @@ class Loss:
     paper_clip = (3e-4, 4e-4)
     """Used where the config gives no clip_ratio_low or clip_ratio_high; clip_ratio is meant for tokens."""
     surrogate = staticmethod(losses.gspo)
+    of_sequence = False
 
     def __init__(self, config: Config) -> None:
         actor = config.actor_rollout_ref.actor
@@ -37,4 +38,4 @@ class Loss:
             clip_low=self.clip_low,
             clip_high=self.clip_high,
         )
-        return TokenLoss(loss, {"actor/clip_fraction": clipped})
+        return TokenLoss(loss, {"actor/clip_fraction": clipped}, of_sequence=self.of_sequence)

@@ -41,10 +41,12 @@ class Rollouts:
     """[N] token ids, end token included."""
     mask_NT: Tensor
     """[N, T] True on tokens the policy sampled; False on padding and on tokens it was given."""
-    rollout_logprobs_NT: Tensor
-    """[N, T] log-probs the engine gave its own tokens."""
+    rollout_logprobs_NT: Tensor | None
+    """[N, T] log-probs the engine gave its own tokens; None where no engine sampled them."""
     finish_reasons: tuple[str, ...]
     """[N] `stop` or `length`."""
+    supports: tuple[tuple[Tensor, ...], ...] | None = None
+    """[N] for each response token the ids it was drawn from, where top-p or top-k left others out; None: all ids."""
 
     def select(self, samples: Tensor) -> Self:
         """The stage with only these samples; prompts stay, so group numbers keep their meaning."""
@@ -99,11 +101,17 @@ class Experience(Rollouts):
     """None: strictly on-policy, the update's own log-probs are the old ones."""
     ref_logprobs_NT: Tensor | None = None
     values_NT: Tensor | None = None
+    correction_NT: Tensor | None = None
+    """[N, T] importance weight of each token's policy loss, where the engine's log-probs are not the trainer's."""
 
     def evaluated(
         self, *, old_logprobs: Tensor | None, ref_logprobs: Tensor | None, values: Tensor | None
     ) -> Experience:
         return dataclasses.replace(self, old_logprobs_NT=old_logprobs, ref_logprobs_NT=ref_logprobs, values_NT=values)
+
+    def corrected(self, *, mask_NT: Tensor, correction_NT: Tensor | None) -> Experience:
+        """Rollout correction arrives: weights of the tokens that stay, and which do."""
+        return dataclasses.replace(self, mask_NT=mask_NT, correction_NT=correction_NT)
 
     def compared(self, baseline_G: Tensor) -> Experience:
         """The rewards of one greedy answer to each prompt arrive."""

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from ullage.base.errors import UsageError, WriteError
 
-HELP = "write a run's weights as a Hugging Face folder"
+HELP = "write a run's weights as a Hugging Face folder, or its adapter as a PEFT folder"
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -20,6 +20,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     which.add_argument("--step", type=int, metavar="N", help="the checkpoint of this step, not the newest weights")
     which.add_argument("--best", action="store_true", help="the checkpoint of the best evaluation")
     parser.add_argument("--dtype", choices=("bfloat16", "float32"), help="convert; default: as they were trained")
+    parser.add_argument("--adapter", action="store_true", help="the adapter alone, as a PEFT folder, not merged")
     parser.add_argument("--json", action="store_true", help="print what was written as JSON")
 
 
@@ -27,7 +28,9 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     del overrides
     if os.path.lexists(arguments.out):  # before anything slow is done
         raise WriteError(f"{arguments.out} already exists", "give another name, or remove it first")
-    from ullage.run.export import export_model
+    if arguments.adapter and arguments.dtype:
+        raise UsageError("--adapter and --dtype: an adapter is written as it was trained", "leave one of them out")
+    from ullage.run.export import export_adapter, export_model
     from ullage.run.locate import best_weights, locate, open_run, weights_of_step
 
     if arguments.step is not None:
@@ -42,7 +45,10 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
         raise UsageError(f"no run or model {arguments.run}", "`ullage ls` lists the runs")
     step = "" if found.step is None else f", step {found.step}"
     print(f"exporting {found.weights}{step}", file=sys.stderr)
-    export_model(found.weights, arguments.out, dtype=arguments.dtype)
+    if arguments.adapter:
+        export_adapter(found.weights, arguments.out)
+    else:
+        export_model(found.weights, arguments.out, dtype=arguments.dtype)
     if arguments.json:
         print(json.dumps({"out": str(arguments.out), "from": found.weights, "step": found.step}))
     else:

@@ -32,7 +32,7 @@ VERBS: dict[str, Verb] = {
     "resume": Verb("continue a run that was stopped", takes_overrides=True),
     "eval": Verb("score a run or a model on held-out data", takes_overrides=True),
     "chat": Verb("talk to a run or a model"),
-    "export": Verb("write a run's weights as a Hugging Face folder"),
+    "export": Verb("write a run's weights as a Hugging Face folder, or its adapter as a PEFT folder"),
     "ls": Verb("list runs"),
     "doctor": Verb("check the installation and, given a model, its invariants"),
 }

@@ -1,6 +1,7 @@
 """Rules between keys, and what a run needs before it starts."""
 
 import difflib
+import math
 import re
 from collections.abc import Iterator
 
@@ -12,9 +13,17 @@ from ullage.config.tree import Config
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
 _NAME = re.compile(r"[A-Za-z0-9][\w.-]{0,79}", re.ASCII)
+_VARIABLE = re.compile(r"[A-Z_][A-Z0-9_]*", re.ASCII)
 _RESERVED = {"con", "prn", "aux", "nul", *(f"{port}{digit}" for port in ("com", "lpt") for digit in range(1, 10))}
 _COLUMNS = ("prompt", "target", "source", "completion")
-_UNGROUPED = ("ppo", "reinforce_plus_plus", "remax")
+REJECTION_RULES = (
+    "token_k1", "token_k2", "token_k3", "seq_sum_k1", "seq_sum_k2", "seq_sum_k3", "seq_mean_k1", "seq_mean_k2",
+    "seq_mean_k3", "seq_max_k2", "seq_max_k3",
+)  # fmt: skip
+"""What algorithm.rollout_correction.rollout_rs may name; their maths is in maths/correction.py."""
+SUPERVISED = "sft"
+"""The algorithm that learns from given answers and needs no reward."""
+_UNGROUPED = ("ppo", "reinforce_plus_plus", "remax", "sft")
 """Algorithms of ours whose advantages do not compare the samples of one prompt."""
 
 
@@ -24,8 +33,11 @@ def problems(config: Config) -> Iterator[Problem]:
     yield from _groups(config)
     yield from _sampling(config)
     yield from _loss(config)
+    yield from _correction(config)
     yield from _optimizer(config)
     yield from _critic(config)
+    yield from _adapters(config)
+    yield from _curriculum(config)
     yield from _counts(config)
     yield from _names(config)
 
@@ -72,14 +84,12 @@ def _groups(config: Config) -> Iterator[Problem]:
 
 def _sampling(config: Config) -> Iterator[Problem]:
     rollout = config.actor_rollout_ref.rollout
-    truncated = "training on truncated samples comes in a later release: the trainer's probabilities would not match"
-    if rollout.top_p < 1:
-        yield Problem(_ROLLOUT + "top_p", rollout.top_p, f"{truncated}; set it to 1")
-    if rollout.top_k > 0:
-        yield Problem(_ROLLOUT + "top_k", rollout.top_k, f"{truncated}; set it to -1")
     for path, top_k in ((_ROLLOUT + "top_k", rollout.top_k), (_ROLLOUT + "val_kwargs.top_k", rollout.val_kwargs.top_k)):
         if top_k < -1:
             yield Problem(path, top_k, "must be at least 1, or -1 for no limit")
+    if config.algorithm.name == SUPERVISED and rollout.temperature != 1:
+        rule = "must be 1 for supervised training, which samples nothing; evaluation has val_kwargs.temperature"
+        yield Problem(_ROLLOUT + "temperature", rollout.temperature, rule, ("algorithm.name",))
 
 
 def _loss(config: Config) -> Iterator[Problem]:
@@ -95,6 +105,33 @@ def _loss(config: Config) -> Iterator[Problem]:
         rule = f"must be at most data.max_response_length = {longest}: these are its last tokens"
         read = ("reward.overlong_buffer", "data.max_response_length")
         yield Problem("reward.overlong_buffer.length", overlong.length, rule, read)
+
+
+def _correction(config: Config) -> Iterator[Problem]:
+    correction = config.algorithm.rollout_correction
+    path = "algorithm.rollout_correction."
+    bound = correction.rollout_is_threshold
+    if not _is_bound(bound):
+        rule = 'must be a number above 0, or two as "low_high", such as "0.5_2.0"'
+        yield Problem(path + "rollout_is_threshold", bound, rule)
+    names = [name.strip() for name in (correction.rollout_rs or "").split(",") if name.strip()]
+    for name in names:
+        if name not in REJECTION_RULES:
+            rule = f"unknown rule {name}; known are {', '.join(REJECTION_RULES)}"
+            yield Problem(path + "rollout_rs", correction.rollout_rs, rule)
+    bounds = [bound.strip() for bound in str(correction.rollout_rs_threshold).split(",")]
+    if names and not (all(map(_is_bound, bounds)) and len(bounds) in (1, len(names))):
+        rule = f'rollout_rs = {", ".join(names)} needs one bound for all or one each: numbers, or "low_high"'
+        yield Problem(path + "rollout_rs_threshold", correction.rollout_rs_threshold, rule, (path + "rollout_rs",))
+
+
+def _is_bound(given: float | str) -> bool:
+    parts = str(given).split("_")
+    try:
+        numbers = [float(part) for part in parts]
+    except ValueError:
+        return False
+    return len(numbers) <= 2 and 0 < numbers[0] <= numbers[-1] < math.inf
 
 
 def _optimizer(config: Config) -> Iterator[Problem]:
@@ -121,6 +158,19 @@ def _critic(config: Config) -> Iterator[Problem]:
     if config.critic.share_actor and config.critic.model.lora_rank:
         rule = "a value head on the actor's hidden states has no adapter of its own; leave one of the two out"
         yield Problem("critic.model.lora_rank", config.critic.model.lora_rank, rule, ("critic.share_actor",))
+
+
+def _curriculum(config: Config) -> Iterator[Problem]:
+    if config.data.curriculum and config.reward_model.enable:
+        rule = "a reward model's score has no highest, so no answer is a success; leave one of the two out"
+        yield Problem("data.curriculum", True, rule, ("reward_model.enable",))
+
+
+def _adapters(config: Config) -> Iterator[Problem]:
+    model = config.actor_rollout_ref.model
+    if (model.lora_rank or config.critic.model.lora_rank) and not model.target_modules:
+        rule = "must name a linear layer for an adapter, such as q_proj, or all-linear"
+        yield Problem("actor_rollout_ref.model.target_modules", [], rule, ("actor_rollout_ref.model.lora_rank",))
 
 
 def _counts(config: Config) -> Iterator[Problem]:
@@ -153,6 +203,15 @@ def _names(config: Config) -> Iterator[Problem]:
     for index, function in enumerate(config.reward.functions):
         if not function.path and not function.name:
             yield Problem(f"reward.functions[{index}]", {}, "needs a path or a name", ("reward.functions",))
+        variable = function.kwargs.get("api_key_env")
+        if function.path is None and variable is not None and not _VARIABLE.fullmatch(str(variable)):
+            rule = "must be the name of an environment variable, in capitals, such as JUDGE_API_KEY"
+            # Its value is not shown: it may be the key itself.
+            yield Problem(f"reward.functions[{index}].kwargs.api_key_env", "***", rule, ("reward.functions",))
+    environment, known = config.environment.name, extensions.known("environments")
+    if environment is not None and "." not in environment and environment not in known:
+        rule = f"unknown; known are {', '.join(known)}; or give a dotted module, or a path that ends in .py"
+        yield Problem("environment.name", environment, rule)
 
 
 def notices(config: Config) -> Iterator[str]:
@@ -173,7 +232,7 @@ def is_run_name(name: str) -> bool:
 
 def not_yet(config: Config) -> list[Problem]:
     """What the config asks for that this release does not have."""
-    return [*_roles_not_yet(config), *_methods_not_yet(config), *_keys_not_yet(config)]
+    return [*_roles_not_yet(config), *_methods_not_yet(config), *_correction_not_yet(config), *_keys_not_yet(config)]
 
 
 def _roles_not_yet(config: Config) -> Iterator[Problem]:
@@ -197,6 +256,17 @@ def _methods_not_yet(config: Config) -> Iterator[Problem]:
             yield Problem(path, name, rule)
 
 
+def _correction_not_yet(config: Config) -> Iterator[Problem]:
+    correction = config.algorithm.rollout_correction
+    for name in ("rollout_is", "rollout_rs"):
+        value = getattr(correction, name)
+        if correction.bypass_mode and value not in ("auto", None):
+            rule = (
+                "compares with the trainer's own log-probs, which bypass_mode does not compute; leave one of them out"
+            )
+            yield Problem(f"algorithm.rollout_correction.{name}", value, rule)
+
+
 def _method_rule(name: str) -> str | None:
     """What is wrong with the name of an algorithm or of a part of one: a file of ours, a module or a user's file."""
     known = [*extensions.known("algorithms"), *verl_keys.ALGORITHM_NAMES]
@@ -216,6 +286,11 @@ def _keys_not_yet(config: Config) -> Iterator[Problem]:
         yield Problem(paths[0], config.later[paths[0]], reason + more)
 
 
+def is_rewarded(config: Config) -> bool:
+    """Whether anything says what an answer is worth."""
+    return bool(config.reward.functions or config.environment.name) or config.reward_model.enable
+
+
 def require_runnable(config: Config) -> None:
     """Raise ConfigError unless a run can start: a model, data and a reward are named, and all parts exist."""
     missing = []
@@ -224,7 +299,7 @@ def require_runnable(config: Config) -> None:
         missing.append(Problem("actor_rollout_ref.model.path", "", rule))
     if not config.data.train_files:
         missing.append(Problem("data.train_files", [], "no training data; give JSONL, parquet or a Hub id"))
-    if not config.reward.functions and not config.reward_model.enable:
+    if not is_rewarded(config) and config.algorithm.name != SUPERVISED:
         rule = "no reward; give a built-in (reward=gsm8k) or your own file (reward=my_reward.py)"
         missing.append(Problem("reward.functions", [], rule))
     if config.reward_model.enable and not config.reward_model.model.path:

@@ -34,14 +34,14 @@ def tokenise(
     progress: Progress | None = None,
 ) -> list[tuple[int, ...]]:
     """Token ids of every prompt; `places` says where each stands, for error messages."""
-    chats = [_as_chat(prompt, config, place) for prompt, place in zip(prompts, places, strict=True)]
+    chats = [as_chat(prompt, config, place) for prompt, place in zip(prompts, places, strict=True)]
     _check(chats, config, tokenizer)
     shared: dict[int, int] = {}  # one object per token id, not per token: a quarter of the memory
     result: list[tuple[int, ...]] = []
     for start in range(0, len(prompts), PROMPTS_AT_ONCE):
         stop = min(start + PROMPTS_AT_ONCE, len(prompts))
         texts = [
-            str(prompt) if chat is None else _render(chat, config, tokenizer, place)
+            str(prompt) if chat is None else render(chat, config, tokenizer, place)
             for prompt, chat, place in zip(prompts[start:stop], chats[start:stop], places[start:stop], strict=True)
         ]
         for ids in _encode(texts, [chat is not None for chat in chats[start:stop]], tokenizer):
@@ -51,7 +51,7 @@ def tokenise(
     return result
 
 
-def _as_chat(prompt: Given, config: Data, place: str) -> list[dict[str, Any]] | None:
+def as_chat(prompt: Given, config: Data, place: str) -> list[dict[str, Any]] | None:
     """The messages to render, or None for text that is used as it is."""
     policy = config.apply_chat_template
     if isinstance(prompt, str):
@@ -94,15 +94,20 @@ def _check(chats: Sequence[list[dict[str, Any]] | None], config: Data, tokenizer
         )
 
 
-def _render(messages: list[dict[str, Any]], config: Data, tokenizer: Tokenizer, place: str) -> str:
-    """The text of a chat, open for the reply; a chat that ends in the assistant's words is continued, as TRL does."""
-    continued = messages[-1]["role"] == "assistant"
+def render(
+    messages: list[dict[str, Any]], config: Data, tokenizer: Tokenizer, place: str, *, open_end: bool = True
+) -> str:
+    """The text of a chat, open for the reply; a chat that ends in the assistant's words is continued, as TRL does.
+
+    Without `open_end`, those words are the reply, and the template closes it.
+    """
+    continued = open_end and messages[-1]["role"] == "assistant"
     try:
         return str(
             tokenizer.apply_chat_template(
                 messages,
                 tokenize=False,
-                add_generation_prompt=not continued,
+                add_generation_prompt=open_end and not continued,
                 continue_final_message=continued,
                 **config.apply_chat_template_kwargs,
             )

@@ -13,7 +13,8 @@ PROMPT_COLUMNS = ("prompt", "messages", "question", "problem")
 # verl's place first; `answer` before `solution`, since maths data often has both and the answer is the short one.
 TARGET_COLUMNS = ("reward_model.ground_truth", "answer", "solution", "ground_truth", "target")
 SOURCE_COLUMNS = ("data_source",)
-ROLES_OF_COLUMNS = ("prompt", "target", "source")
+COMPLETION_COLUMNS = ("completion", "response")
+ROLES_OF_COLUMNS = ("prompt", "target", "source", "completion")
 MEDIA_COLUMNS = ("image", "images", "video", "videos", "audio", "audios")
 
 Given = str | list[dict[str, Any]]
@@ -29,6 +30,8 @@ class Fields:
     prompt: Given
     target: Any
     source: str
+    completion: str | None
+    """The answer to learn, for supervised training; a finished conversation's last reply is one."""
     extra: dict[str, Any]
     """Every column but the prompt's: TRL's reward functions ask for them by name, the target's included."""
 
@@ -54,14 +57,30 @@ def fields_of(row: Row, columns: Mapping[str, str], *, default_source: str) -> F
             )
     prompt = _prompt(value, f"{row.where}: column '{column}'")
     _, target = _find(row, "target", columns, TARGET_COLUMNS)
+    completion = _completion(*_find(row, "completion", columns, COMPLETION_COLUMNS), row)
     if column == "messages" and isinstance(prompt, list) and prompt[-1]["role"] == "assistant":
         *prompt, reply = prompt  # a finished conversation, as for supervised training: its reply is the target
         target = reply["content"] if target is None else target
+        completion = reply["content"] if completion is None else completion
         if not prompt:
             raise DataError(f"{row.where}: column 'messages' holds nothing but a reply", "put the question before it")
     _, source = _find(row, "source", columns, SOURCE_COLUMNS)
     extra = {name: item for name, item in row.values.items() if name != column}
-    return Fields(prompt, target, default_source if source is None else str(source), extra)
+    return Fields(prompt, target, default_source if source is None else str(source), completion, extra)
+
+
+def _completion(column: str | None, value: Any, row: Row) -> str | None:  # noqa: ANN401 -- whatever the cell holds
+    """Text, or TRL's list of one assistant message; a column that merely has a usual name may hold anything."""
+    if isinstance(value, list) and len(value) == 1 and isinstance(value[0], dict):
+        value = value[0].get("content")
+    if value is None or isinstance(value, str):
+        return value
+    if column in COMPLETION_COLUMNS:
+        return None
+    raise DataError(
+        f"{row.where}: column '{column}': a completion must be text, found {type(value).__name__}",
+        "name another column with data.columns.completion=<column>",
+    )
 
 
 def _find(row: Row, role: str, columns: Mapping[str, str], known: tuple[str, ...]) -> tuple[str | None, Any]:

@@ -27,6 +27,8 @@ class Prompt:
     """The answer or ground truth; None if the data has none."""
     source: str
     """`data_source`, or the name of the file."""
+    completion: str | None = None
+    """The answer that the data gives, for supervised training."""
     extra: dict[str, Any]
     """The row's other columns, the target's included."""
 
@@ -73,6 +75,7 @@ def load_prompts(
             prompt=field.prompt,
             target=field.target,
             source=field.source,
+            completion=field.completion,
             extra=field.extra,
         )
         for index, (ids, field) in enumerate(zip(token_ids, fields, strict=True))

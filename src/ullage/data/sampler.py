@@ -1,10 +1,35 @@
 """The order in which training sees its prompts: one permutation per epoch, resumable at any batch."""
 
 import random
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, Protocol
 
 from ullage.base.errors import DataError
 from ullage.base.seeds import derive
+
+
+class PromptSampler(Protocol):
+    """What draws the prompts of a run: by permutation (here), by source (mixture.py), by success (curriculum.py).
+
+    Everything depends on the seed and on what was learned, which is the same on every rank, so every rank draws the
+    same batches.
+    """
+
+    @property
+    def batches_per_epoch(self) -> int:
+        """Batches that all rows fill once."""
+
+    def next_batch(self) -> list[int]:
+        """Indices of the rows of the next batch; no row twice."""
+
+    def learn(self, rates: Mapping[int, float]) -> None:
+        """Which share of the answers to each row was right."""
+
+    def state(self) -> dict[str, Any]:
+        """All that a checkpoint needs, as JSON."""
+
+    def restore(self, state: dict[str, Any]) -> None:
+        """Continue where `state` was taken; refused where that order cannot be reproduced."""
 
 
 class Sampler:
@@ -35,16 +60,19 @@ class Sampler:
         return self.num_rows // self.batch_size
 
     def next_batch(self) -> list[int]:
-        """Indices of the next batch; begins the next epoch when this one cannot fill a batch."""
-        if self.cursor + self.batch_size > self.num_rows:
-            self.epoch += 1
-            self.cursor = 0
-            self._order = self._permutation()
-        start, self.cursor = self.cursor, self.cursor + self.batch_size
+        return self.draw(self.batch_size)
+
+    def draw(self, count: int) -> list[int]:
+        """The next so many rows; begins the next epoch when this one has fewer left."""
+        if self.cursor + count > self.num_rows:
+            self._begin_epoch()
+        start, self.cursor = self.cursor, self.cursor + count
         return self._order[start : self.cursor]
 
+    def learn(self, rates: Mapping[int, float]) -> None:
+        """Nothing: the order is fixed."""
+
     def state(self) -> dict[str, Any]:
-        """All that a checkpoint needs, as JSON."""
         return {
             "epoch": self.epoch,
             "cursor": self.cursor,
@@ -54,14 +82,14 @@ class Sampler:
         }
 
     def restore(self, state: dict[str, Any]) -> None:
-        """Continue where `state` was taken; refused where that order cannot be reproduced."""
         for name in ("num_rows", "seed", "shuffle"):
-            if state[name] != getattr(self, name):
-                raise DataError(
-                    f"the order of prompts cannot be continued: {name} was {state[name]}, now {getattr(self, name)}",
-                    "resume with the data and the seed of the checkpoint, or start a new run",
-                )
+            refuse_change(name, state[name], getattr(self, name))
         self.epoch, self.cursor = state["epoch"], state["cursor"]
+        self._order = self._permutation()
+
+    def _begin_epoch(self) -> None:
+        self.epoch += 1
+        self.cursor = 0
         self._order = self._permutation()
 
     def _permutation(self) -> list[int]:
@@ -69,3 +97,12 @@ class Sampler:
         if self.shuffle:
             random.Random(derive(self.seed, "prompt order", self.epoch)).shuffle(order)
         return order
+
+
+def refuse_change(name: str, before: object, now: object) -> None:
+    """DataError where an order depends on something that is no longer what it was."""
+    if before != now:
+        raise DataError(
+            f"the order of prompts cannot be continued: {name} was {before}, now {now}",
+            "resume with the data and the seed of the checkpoint, or start a new run",
+        )

@@ -15,8 +15,14 @@ from ullage.maths.masked import ALONE, whitened
 
 
 def at_last_token(rewards_N: Tensor, mask_NT: Tensor) -> Tensor:
-    """[N, T] a response's reward on its last sampled token; an empty response has no place for it."""
+    """[N, T] a response's reward on its last sampled token.
+
+    One without such a token, because it is empty or was left out of the loss, has it on its first place: nothing there
+    is trained, and the statistics of its group still count it.
+    """
     mask = mask_NT.bool()
+    nowhere_N = ~mask.any(-1) & ~rewards_N.isnan()  # NaN: it has none
+    mask = torch.cat([mask[:, :1] | nowhere_N[:, None], mask[:, 1:]], -1)
     tokens_left_NT = mask.flip(-1).cumsum(-1).flip(-1)
     return torch.where(mask & (tokens_left_NT == 1), rewards_N[:, None], 0.0)
 

@@ -10,16 +10,9 @@ import torch
 from torch import Tensor
 
 from ullage.base.communicator import Communicator
+from ullage.config.check import REJECTION_RULES
 from ullage.maths.losses import MAX_LOG_RATIO
 from ullage.maths.masked import ALONE, EPSILON, row_mean
-
-RULES = tuple(
-    f"{scope}_{estimator}"
-    for scope in ("token", "seq_sum", "seq_mean", "seq_max")
-    for estimator in ("k1", "k2", "k3")
-    if (scope, estimator) != ("seq_max", "k1")
-)
-"""Statistics a token or a sequence can be rejected by."""
 
 
 def importance_weights(
@@ -70,13 +63,13 @@ def keep(
     high: float,
     low: float | None = None,
 ) -> Tensor:
-    """The mask without what a rule of `RULES` rejects; several rules: the intersection of their masks.
+    """The mask without what a rule of `REJECTION_RULES` rejects; several rules: the intersection of their masks.
 
     A rule is the token's statistic, or its sum, mean or maximum over the sequence. With x = log rho clamped to +-20:
     k1 = -x must lie within [ln low, ln high] (`low` is 1 / high unless given); k2 = x^2 / 2 and k3 = e^x - 1 - x at
     most at `high`.
     """
-    assert rule in RULES, f"unknown rule {rule}"
+    assert rule in REJECTION_RULES, f"unknown rule {rule}"
     scope, _, estimator = rule.rpartition("_")
     x = _log_rho(old_logprobs_NT, rollout_logprobs_NT, mask_NT).clamp(-MAX_LOG_RATIO, MAX_LOG_RATIO)
     statistic = _over_sequence(scope, {"k1": -x, "k2": x.square() / 2, "k3": torch.exp(x) - 1 - x}[estimator], mask_NT)

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from inspect import signature
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -86,6 +87,95 @@ class Span:
         return self.prompt + sum(self.responses)
 
 
+@dataclass(frozen=True, slots=True)
+class Sequences:
+    """A packed row as sequences of queries, each with the keys it sees: its own and, for a response, its prompt's.
+
+    The flash kernel aligns the causal mask to the end of both, so a response's first token sees the whole prompt.
+    """
+
+    query_ends: Tensor
+    key_ends: Tensor
+    longest_query: int
+    longest_key: int
+    key_places: Tensor | None
+    """Where in the row each key stands; None: every token once, in order."""
+
+    @classmethod
+    def of(cls, spans: Sequence[Span], device: torch.device) -> Sequences:
+        queries: list[int] = []
+        keys: list[int] = []
+        places: list[Tensor] = []
+        for span in spans:
+            alone = len(span.responses) <= 1
+            first = span.total if alone else span.prompt
+            queries.append(first)
+            keys.append(first)
+            places.append(torch.arange(span.start, span.start + first))
+            start = span.start + span.prompt
+            for length in () if alone else span.responses:
+                if length:
+                    queries.append(length)
+                    keys.append(span.prompt + length)
+                    places.append(torch.arange(span.start, span.start + span.prompt))
+                    places.append(torch.arange(start, start + length))
+                start += length
+        shared = any(len(span.responses) > 1 for span in spans)
+        return cls(
+            _ends(queries, device),
+            _ends(keys, device),
+            max(queries),
+            max(keys),
+            torch.cat(places).to(device) if shared else None,
+        )
+
+    def attend(self, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
+        """[H, T, d], [K, T, d], [K, T, d] -> [T, H, d] by the flash kernel for sequences of any length."""
+        from torch.nn.attention.varlen import varlen_attn
+
+        # torch 2.11 takes fewer key-value heads than query heads as they are; later versions want to be told.
+        grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        if self.key_places is not None:
+            key, value = (_Gathered.apply(x, self.key_places) for x in (key, value))  # type: ignore[no-untyped-call]
+        out = varlen_attn(
+            query.contiguous(),
+            key.contiguous(),
+            value.contiguous(),
+            self.query_ends,
+            self.key_ends,
+            self.longest_query,
+            self.longest_key,
+            scale=extras.scaling,
+            window_size=(extras.window - 1, 0) if extras.window else (-1, 0),
+            **grouped,
+        )
+        assert isinstance(out, Tensor), "no log-sum-exp was asked for"
+        return out
+
+
+def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
+    """[sequences + 1] where each begins, and the end of the last."""
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+
+
+class _Gathered(torch.autograd.Function):
+    """Rows of a tensor, some of them several times; their gradients are added up in float32."""
+
+    @staticmethod
+    def forward(context: Any, rows: Tensor, places: Tensor) -> Tensor:  # noqa: ANN401 -- autograd's own
+        context.save_for_backward(places)
+        context.shape = rows.shape
+        return rows[places]
+
+    @staticmethod
+    def backward(context: Any, gradient: Tensor) -> tuple[Tensor, None]:  # noqa: ANN401
+        (places,) = context.saved_tensors
+        total = torch.zeros(context.shape, dtype=torch.float32, device=gradient.device)
+        total.index_add_(0, places, gradient.float())
+        return total.to(gradient.dtype), None
+
+
 class PackedLayout:
     """Causal attention inside each block; a response sees its prompt and itself, never a sibling."""
 
@@ -93,34 +183,18 @@ class PackedLayout:
         self.spans = spans
         self.device = target.device
         self.wide = target.wide_attention(dtype)
-        # The varlen kernel knows plain causal sequences only: a block must then have at most one response.
-        self.varlen = target.varlen_attention(dtype) and all(len(span.responses) <= 1 for span in spans)
         self._siblings: dict[tuple[int, int], tuple[Tensor, Tensor, Tensor]] = {}
-        if self.varlen:
-            ends = torch.tensor([0, *[span.total for span in spans]], dtype=torch.int32).cumsum(0, dtype=torch.int32)
-            self._ends, self._longest = ends.to(target.device), max(span.total for span in spans)
+        self._sequences = Sequences.of(spans, target.device) if target.varlen_attention(dtype) else None
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
         del layer
-        if self.varlen and extras.softcap is None and extras.sinks is None:
-            return self._varlen(query, key, value, extras)
+        if self._sequences is not None and extras.softcap is None and extras.sinks is None:
+            return self._sequences.attend(query, key, value, extras)
         narrow = query.dtype
         if self.wide:
             query, key, value = query.double(), key.double(), value.double()
         parts = [part for i in range(len(self.spans)) for part in self._block(i, query, key, value, extras)]
         return torch.cat(parts, dim=1).transpose(0, 1).to(narrow)
-
-    def _varlen(self, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
-        from torch.nn.attention.varlen import varlen_attn
-
-        groups = query.shape[0] // key.shape[0]
-        key, value = (x.repeat_interleave(groups, 0) if groups > 1 else x for x in (key, value))
-        query, key, value = (x.transpose(0, 1).contiguous() for x in (query, key, value))
-        window = (extras.window - 1, 0) if extras.window else (-1, 0)
-        ends, longest = self._ends, self._longest
-        out = varlen_attn(query, key, value, ends, ends, longest, longest, scale=extras.scaling, window_size=window)
-        assert isinstance(out, Tensor), "no log-sum-exp was asked for"
-        return out
 
     def _block(self, index: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> list[Tensor]:
         """[H, tokens, d] pieces of one block, in packed order."""

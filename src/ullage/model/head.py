@@ -6,6 +6,7 @@ here. Shapes: M positions, D hidden, V vocabulary.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
@@ -14,6 +15,8 @@ from torch import Tensor
 
 CHUNK_LOGITS = 1 << 24
 """Logits alive at once: 64 MiB in float32."""
+LOWEST = -1e30
+"""The logit of an id that cannot be drawn."""
 MIN_ROWS = 16
 """CPU matrix products of fewer rows, divided among threads, take another path, which rounds differently."""
 
@@ -29,6 +32,8 @@ class Head:
     """Some architectures multiply their logits (Cohere, Granite)."""
     softcap: float | None = None
     """Gemma bounds its logits: `softcap * tanh(logits / softcap)`."""
+    fused: bool = False
+    """Use the kernels for CUDA (half precision)."""
 
     def logits(self, hidden_MD: Tensor, temperature: float) -> Tensor:
         """[M, V]; for a few positions at a time."""
@@ -36,12 +41,29 @@ class Head:
         return logits if temperature == 1.0 else logits / temperature
 
     def logprobs(
-        self, hidden_MD: Tensor, targets_M: Tensor, *, temperature: float, entropy: bool, chunk: int | None = None
+        self,
+        hidden_MD: Tensor,
+        targets_M: Tensor,
+        *,
+        temperature: float,
+        entropy: bool,
+        supports: Sequence[Tensor] | None = None,
+        chunk: int | None = None,
     ) -> tuple[Tensor, Tensor | None]:
-        """Log-prob of each target and, where asked for, the entropy of each position's distribution: [M], [M]."""
+        """Log-prob of each target and, where asked for, the entropy of each position's distribution: [M], [M].
+
+        With `supports` [M], each position's distribution is that of the ids given for it, and no others.
+        """
+        if self.fused and supports is None:
+            from ullage.model.fused_head import CHUNK, FusedLogprobs
+
+            values, entropies = FusedLogprobs.apply(  # type: ignore[no-untyped-call]
+                hidden_MD, self.weight, self.bias, targets_M, self, temperature, chunk or CHUNK
+            )
+            return values, entropies if entropy else None
         chunk = chunk or max(1, CHUNK_LOGITS // self.weight.shape[0])
         values, entropies = _ChunkedLogprobs.apply(  # type: ignore[no-untyped-call]
-            hidden_MD, self.weight, self.bias, targets_M, self, temperature, entropy, chunk
+            hidden_MD, self.weight, self.bias, targets_M, self, temperature, entropy, supports, chunk
         )
         return values, entropies if entropy else None
 
@@ -53,6 +75,22 @@ class Head:
         if self.scale != 1.0:
             out = out * self.scale
         return out if self.softcap is None else torch.tanh(out / self.softcap) * self.softcap
+
+
+def without(logits_MV: Tensor, support_MV: Tensor) -> Tensor:
+    """Logits with the ids outside the support made impossible; a finite number, so that 0 * log 0 stays 0."""
+    return logits_MV.masked_fill(~support_MV, LOWEST)
+
+
+def _supported(logits: Tensor, supports: Sequence[Tensor] | None, part: slice) -> Tensor:
+    """The logits of a chunk, restricted to the ids that each of its positions was drawn from."""
+    if supports is None:
+        return logits
+    chosen = supports[part]
+    rows = torch.arange(len(chosen)).repeat_interleave(torch.tensor([len(ids) for ids in chosen]))
+    mask = torch.zeros(logits.shape, dtype=torch.bool, device=logits.device)
+    mask[rows.to(logits.device), torch.cat(list(chosen)).long().to(logits.device)] = True
+    return without(logits, mask)
 
 
 def _matmul(left: Tensor, right: Tensor) -> Tensor:
@@ -78,15 +116,16 @@ class _ChunkedLogprobs(torch.autograd.Function):
         head: Head,
         temperature: float,
         with_entropy: bool,
+        supports: Sequence[Tensor] | None,
         chunk: int,
     ) -> tuple[Tensor, Tensor]:
         context.save_for_backward(hidden, weight, bias, targets)
         context.head, context.temperature, context.chunk = head, temperature, chunk
-        context.with_entropy = with_entropy
+        context.with_entropy, context.supports = with_entropy, supports
         logprobs = hidden.new_empty(len(targets), dtype=torch.promote_types(hidden.dtype, torch.float32))
         entropies = torch.empty_like(logprobs) if with_entropy else logprobs.new_empty(0)
         for part in _chunks(len(targets), chunk):
-            logits = head.logits(hidden[part], temperature)
+            logits = _supported(head.logits(hidden[part], temperature), supports, part)
             normaliser = logits.logsumexp(-1)
             logprobs[part] = logits.gather(-1, targets[part, None])[:, 0] - normaliser
             if with_entropy:
@@ -107,6 +146,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
         for part in _chunks(len(targets), context.chunk):
             capped = head.logits(hidden[part], 1.0)
             logits = capped if context.temperature == 1.0 else capped / context.temperature
+            logits = _supported(logits, context.supports, part)
             # d logprob / d logits = onehot - p;  d entropy / d logits = -p (log p + entropy)
             log_p = logits - logits.logsumexp(-1, keepdim=True)
             if use_entropy:
@@ -130,7 +170,7 @@ class _ChunkedLogprobs(torch.autograd.Function):
                 grad_weight += _matmul(grad.t(), hidden[part])
         weight_grad = None if grad_weight is None else grad_weight.to(weight.dtype)
         bias_grad = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
-        return grad_hidden, weight_grad, bias_grad, None, None, None, None, None
+        return grad_hidden, weight_grad, bias_grad, None, None, None, None, None, None
 
 
 def _chunks(total: int, size: int) -> list[slice]:

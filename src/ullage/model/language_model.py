@@ -11,7 +11,9 @@ from torch import Tensor
 from transformers import PreTrainedModel
 
 from ullage.base.errors import ModelError
+from ullage.model.adapter_files import write_adapter
 from ullage.model.head import Head
+from ullage.model.lora import linear_layers
 from ullage.model.packing import Packed
 from ullage.model.probe import CacheShape
 from ullage.model.trunk import Trunk
@@ -30,11 +32,28 @@ class LanguageModel(Trunk):
     def logprobs(self, packed: Packed, *, temperature: float, entropy: bool = False) -> tuple[Tensor, Tensor | None]:
         """Log-prob (and entropy) of every target of a micro-batch: [M], [M]."""
         hidden = self.hidden(packed.input_ids, packed.positions, packed.layout)[packed.predict_from]
-        return self.head.logprobs(hidden, packed.targets, temperature=temperature, entropy=entropy)
+        return self.head.logprobs(
+            hidden, packed.targets, temperature=temperature, entropy=entropy, supports=packed.supports
+        )
 
     def save(self, folder: Path) -> None:
-        """A Hugging Face folder that `transformers` and `vllm serve` load."""
-        self.module.save_pretrained(folder, safe_serialization=True)
+        """What training changes: a Hugging Face folder, or a PEFT folder where only an adapter is trained."""
+        if self.adapters is None or self.adapter is None:
+            self.save_merged(folder)
+            return
+        layers = linear_layers(self.module)
+        write_adapter(folder, self.adapters.detached(self.adapter), self.source, layers)
+        self._save_tokenizer(folder)
+
+    def save_merged(self, folder: Path) -> None:
+        """A Hugging Face folder that `transformers` and `vllm serve` load, an adapter added into its weights."""
+        state = None
+        if self.adapters is not None and self.adapter is not None:
+            state = self.adapters.merged_state(self.adapter)
+        self.module.save_pretrained(folder, state_dict=state, safe_serialization=True)
+        self._save_tokenizer(folder)
+
+    def _save_tokenizer(self, folder: Path) -> None:
         self.tokenizer.save_pretrained(folder)
         mask = os.umask(0)
         os.umask(mask)

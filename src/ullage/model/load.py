@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 
 from ullage.base.errors import ModelError
 from ullage.model import attention
+from ullage.model.adapter_files import base_of, is_adapter_folder, read_adapter
 from ullage.model.language_model import LanguageModel, find_head, find_stop_ids
 from ullage.model.probe import REMEDY, cache_shape
 from ullage.model.target import Target
@@ -37,7 +38,12 @@ def load_model(
     tokenizer_path: str | None = None,
     chat_template: str | None = None,
 ) -> LanguageModel:
-    """The model and its tokenizer on the target, ready for packed passes; problems are `ModelError` (66)."""
+    """The model and its tokenizer on the target, ready for packed passes; problems are `ModelError` (66).
+
+    A PEFT folder gives the model that it names, with its adapter.
+    """
+    if is_adapter_folder(path):
+        return _load_adapted(Path(path).expanduser(), target, dtype, tokenizer_path, chat_template)
     wanted = target.default_dtype if dtype == "auto" else DTYPES[dtype]
     _source(path)  # a missing model is a clearer message than a missing tokenizer
     tokenizer = load_tokenizer(tokenizer_path or path, chat_template=chat_template)
@@ -46,6 +52,7 @@ def load_model(
     _settle(module, target, wanted)
     return LanguageModel(
         module=module,
+        source=path,
         tokenizer=tokenizer,
         head=find_head(module),
         target=target,
@@ -53,6 +60,25 @@ def load_model(
         stop_ids=find_stop_ids(module, tokenizer),
         cache_shape=cache_shape(module),
     )
+
+
+def _load_adapted(
+    folder: Path, target: Target, dtype: str, tokenizer_path: str | None, chat_template: str | None
+) -> LanguageModel:
+    adapter, base = read_adapter(folder), base_of(folder)
+    if is_adapter_folder(base):
+        raise ModelError(f"{folder} adapts {base}, which is an adapter itself", "merge that one first: ullage export")
+    if tokenizer_path is None and (folder / "tokenizer_config.json").is_file():
+        tokenizer_path = str(folder)
+    try:
+        model = load_model(base, target, dtype=dtype, tokenizer_path=tokenizer_path, chat_template=chat_template)
+    except ModelError as error:
+        moved = (
+            "put it there again, or write its new place as base_model_name_or_path in a copy of the adapter's folder"
+        )
+        remedy = error.remedy if Path(base).exists() else moved
+        raise ModelError(f"the model that {folder} adapts: {error.cause}", remedy) from error
+    return model.adapted("actor", adapter)
 
 
 def load_trunk(path: str, target: Target, *, dtype: str = "auto") -> Trunk:
@@ -64,7 +90,7 @@ def load_trunk(path: str, target: Target, *, dtype: str = "auto") -> Trunk:
     _refuse_missing(path, [name for name in missing if name.startswith(f"{module.base_model_prefix}.")])
     _settle(trunk, target, wanted)
     cache_shape(trunk)  # refuses what cannot be packed
-    return Trunk(module=trunk, target=target, dtype=wanted)
+    return Trunk(module=trunk, source=path, target=target, dtype=wanted)
 
 
 def _read_module(path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:

@@ -43,6 +43,8 @@ class Packed:
     """[M] row of the target within `samples`."""
     columns: Tensor
     """[M] response position of the target."""
+    supports: tuple[Tensor, ...] | None = None
+    """[M] the ids each target was drawn from, where not all."""
 
     def scatter(self, values_M: Tensor, width: int) -> Tensor:
         """[M] values -> [samples, width], zeros elsewhere; gradients flow back."""
@@ -60,6 +62,7 @@ def build(stage: Rollouts, blocks: Sequence[Block], target: Target, dtype: torch
     targets: list[int] = []
     rows: list[int] = []
     columns: list[int] = []
+    supports: list[Tensor] = []
     for block in blocks:
         prompt = stage.prompts[block.prompt]
         spans.append(Span(len(ids), len(prompt), tuple(len(stage.responses[i]) - 1 for i in block.samples)))
@@ -75,6 +78,8 @@ def build(stage: Rollouts, blocks: Sequence[Block], target: Target, dtype: torch
             targets.extend(response[t] for t in chosen)
             rows.extend([len(samples)] * len(chosen))
             columns.extend(chosen)
+            if stage.supports is not None:
+                supports.extend(stage.supports[i][t] for t in chosen)
             samples.append(i)
             ids.extend(response[:-1])
             positions.extend(range(len(prompt), len(prompt) + len(response) - 1))
@@ -91,4 +96,5 @@ def build(stage: Rollouts, blocks: Sequence[Block], target: Target, dtype: torch
         samples=tensor(samples),
         rows=tensor(rows),
         columns=tensor(columns),
+        supports=None if stage.supports is None else tuple(supports),
     )

@@ -28,7 +28,8 @@ HEAD_NAMES = ("score", "classifier")
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class ValueModel:
-    """Hidden states to values. What it trains is its own: the head and, unless it is the actor's, the trunk."""
+    """Hidden states to values. What it trains is its own: the head and, unless it is the actor's, the trunk, or of
+    an adapted trunk the adapter."""
 
     trunk: Trunk
     weight: Tensor
@@ -48,7 +49,8 @@ class ValueModel:
     def named_parameters(self) -> Iterator[tuple[str, Tensor]]:
         """What an update may change."""
         if not self.shared:
-            yield from self.trunk.module.named_parameters(prefix="trunk")
+            for name, parameter in self.trunk.named_parameters():
+                yield f"trunk.{name}", parameter
         yield "head.weight", self.weight
         yield "head.bias", self.bias
 
@@ -65,10 +67,14 @@ class ValueModel:
 
 def load_value_model(path: str, target: Target, *, dtype: str = "auto") -> ValueModel:
     """A model folder's trunk under a value head: the saved head of a classifier with one output, or zeros."""
-    trunk = load_trunk(path, target, dtype=dtype)
+    return add_value_head(load_trunk(path, target, dtype=dtype))
+
+
+def add_value_head(trunk: Trunk) -> ValueModel:
+    """A value head on a trunk that is trained with it; as above."""
     # One dtype for all that is trained: half precision gets its float32 master from the optimizer.
     model = _with_head(trunk, trunk.dtype, shared=False)
-    folder = _folder(path)
+    folder = _folder(trunk.source)
     if folder is not None:
         _read_head(folder, model)
     return model

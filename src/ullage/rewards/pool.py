@@ -4,7 +4,6 @@ import atexit
 import contextlib
 import json
 import math
-import os
 import queue
 import threading
 from concurrent.futures import Future
@@ -12,12 +11,11 @@ from dataclasses import dataclass, fields
 from typing import Any
 
 from ullage.base.errors import ConfigError, ServiceError
+from ullage.base.process import WorkerLost, WorkerProcess, num_workers
 from ullage.config.tree import Reward, RewardFunction
-from ullage.rewards.process import WorkerLost, WorkerProcess
 
 LOAD_SECONDS = 120.0
 """Limit for importing the reward functions: a user's file may import torch from a slow disk."""
-MAX_AUTO_WORKERS = 4
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -57,25 +55,24 @@ class RewardPool:
         if not config.functions:
             raise ConfigError("reward.functions is empty", "name at least one reward function, such as {name: gsm8k}")
         self._timeout_seconds = config.timeout_seconds
-        self._weights = [function.weight for function in config.functions]
+        self._functions = config.functions
         self._loading = json.dumps({"functions": [_specification(function) for function in config.functions]}).encode()
         self._closing = threading.Event()
-        self._jobs: queue.SimpleQueue[tuple[bytes, Future[Score]] | None] = queue.SimpleQueue()
+        self._jobs: queue.SimpleQueue[tuple[bytes, list[int], Future[Score]] | None] = queue.SimpleQueue()
         self._pending: list[Future[Score]] = []
 
         first, loaded = self._start_first()
-        self.labels = _distinct([reward["label"] for reward in loaded])
+        self.labels = distinct([reward["label"] for reward in loaded])
         """The functions' names in `Score.parts`, in the order of the config."""
         self._where = [reward["where"] for reward in loaded]
         self.descriptions: list[str] = [
-            reward["description"] + (f", weight {weight:g}" if weight != 1 else "")
-            for reward, weight in zip(loaded, self._weights, strict=True)
+            reward["description"] + terms(function) for reward, function in zip(loaded, self._functions, strict=True)
         ]
         """One line per function, for the run to print."""
 
         self._threads = [
             threading.Thread(target=self._serve, args=(worker,), daemon=True, name="reward")
-            for worker in [first, *[None] * (_num_workers(config) - 1)]
+            for worker in [first, *[None] * (num_workers(config.num_workers) - 1)]
         ]
         for thread in self._threads:
             thread.start()
@@ -86,13 +83,17 @@ class RewardPool:
         assert not self._closing.is_set(), "submit() after close()"
         future: Future[Score] = Future()
         self._pending.append(future)
+        asked = [index for index, function in enumerate(self._functions) if scores_source(function, request.source)]
+        if not asked:  # a reward model or an environment says what it is worth
+            future.set_result(Score(0.0, {}, None))
+            return
         values = {field.name: getattr(request, field.name) for field in fields(request)}
         try:
-            line = json.dumps(values, default=_as_json).encode()
+            line = json.dumps({"functions": asked, **values}, default=as_json).encode()
         except (TypeError, ValueError) as error:
             future.set_result(Score(None, {}, f"the row cannot be handed to a reward function: {error}"))
         else:
-            self._jobs.put((line, future))
+            self._jobs.put((line, asked, future))
 
     def collect(self) -> list[Score]:
         """Scores of everything submitted since the last call, in that order; waits for them."""
@@ -113,7 +114,7 @@ class RewardPool:
     def _start(self) -> tuple[WorkerProcess, dict[str, Any]]:
         """A worker and its reply to the load request."""
         try:
-            worker = WorkerProcess(self._closing)
+            worker = WorkerProcess("ullage.rewards.worker", self._closing)
         except OSError as error:  # out of processes, memory or file descriptors
             raise WorkerLost(f"a worker process cannot be started: {error}") from error
         try:
@@ -144,11 +145,11 @@ class RewardPool:
                 worker = self._replacement()
         try:
             while (job := self._jobs.get()) is not None and not self._closing.is_set():
-                line, future = job
+                line, asked, future = job
                 try:
                     if worker is None or worker.ended():
                         worker = self._replacement(worker)
-                    score = self._score(worker, line)
+                    score = self._score(worker, line, asked)
                 except WorkerLost as lost:
                     score = Score(None, {}, str(lost))
                     if worker is not None:
@@ -172,30 +173,37 @@ class RewardPool:
             raise WorkerLost(f"the reward functions no longer load: {problems[0][0]}")
         return worker
 
-    def _score(self, worker: WorkerProcess, line: bytes) -> Score:
+    def _score(self, worker: WorkerProcess, line: bytes, asked: list[int]) -> Score:
+        """The replies of the functions that are asked, summed up."""
         parts: dict[str, float] = {}
         total = 0.0
         answer: str | None = None
-        for index, (label, where, weight) in enumerate(zip(self.labels, self._where, self._weights, strict=True)):
+        for index in asked:
+            label = self.labels[index]
             try:
-                if index == 0:
+                if index == asked[0]:
                     worker.send(line, self._timeout_seconds)
                 reply = worker.receive(self._timeout_seconds)
             except WorkerLost as lost:
-                raise WorkerLost(f"{lost} in {where}") from None
+                raise WorkerLost(f"{lost} in {self._where[index]}") from None
             if "error" in reply:
                 return Score(None, parts, reply["error"])
             if reply["score"] is None:
                 continue
             parts[label] = reply["score"]
             parts |= {f"{label}/{name}": value for name, value in reply["metrics"].items()}
-            total += weight * reply["score"]
+            total += self._functions[index].weight * reply["score"]
             answer = reply["answer"] if answer is None else answer
         if not parts:
-            return Score(None, parts, f"{', '.join(self._where)} returned None")
+            return Score(None, parts, f"{', '.join(self._where[index] for index in asked)} returned None")
         if not math.isfinite(total):
             return Score(None, parts, f"the weighted sum is {total}")
         return Score(total, parts, None, answer)
+
+
+def scores_source(function: RewardFunction, source: str) -> bool:
+    """Whether a reward function is for the rows of this source."""
+    return not function.sources or source in function.sources
 
 
 def check_budget(scores: list[Score], max_failure_fraction: float) -> None:
@@ -213,14 +221,13 @@ def _specification(function: RewardFunction) -> dict[str, Any]:
     return {"path": function.path, "name": function.name, "kwargs": function.kwargs}
 
 
-def _num_workers(config: Reward) -> int:
-    if config.num_workers != "auto":
-        return config.num_workers
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-    return min(MAX_AUTO_WORKERS, cores)
+def terms(function: RewardFunction) -> str:
+    """What the config says about a function, where it says anything."""
+    weight = f", weight {function.weight:g}" if function.weight != 1 else ""
+    return weight + (f", for {' and '.join(function.sources)}" if function.sources else "")
 
 
-def _distinct(labels: list[str]) -> list[str]:
+def distinct(labels: list[str]) -> list[str]:
     """`["score", "score"]` -> `["score", "score_2"]`."""
     found: list[str] = []
     for label in labels:
@@ -232,7 +239,7 @@ def _distinct(labels: list[str]) -> list[str]:
     return found
 
 
-def _as_json(value: Any) -> Any:  # noqa: ANN401
+def as_json(value: Any) -> Any:  # noqa: ANN401
     """Values of a data set that JSON does not know: numpy's, and dates."""
     for method in ("tolist", "isoformat"):
         if hasattr(value, method):

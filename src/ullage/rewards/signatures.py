@@ -11,9 +11,12 @@ from typing import Any, Literal
 
 from ullage.base.errors import ConfigError
 from ullage.base.extensions import load_file
-from ullage.rewards.results import Result, UnusableResult, printable, raised, read_list_result, read_result
+from ullage.base.user_code import printable, raised
+from ullage.rewards.results import Result, UnusableResult, read_list_result, read_result
 
 BUILT_IN = ("arithmetic", "format", "gsm8k", "length", "math", "reasoning_gym")
+SERVICES = ("endpoint", "judge")
+"""Rewards behind HTTP, which the run asks itself: rewards/panel.py."""
 PLAIN = ("prompt", "response", "target", "source", "extra", "response_length")
 VERL = ("data_source", "solution_str", "ground_truth", "extra_info")
 TRL = ("prompts", "completions", "completion_ids")
@@ -169,11 +172,12 @@ def _chosen(module: ModuleType, name: str, path: str) -> tuple[Callable[..., Any
 def _from_module(name: str, kwargs: dict[str, Any]) -> LoadedReward:
     module_name, _, function_name = name.rpartition(".")
     if not module_name or name.endswith(".py"):
-        near = difflib.get_close_matches(name, BUILT_IN, n=1)
+        known = (*BUILT_IN, *SERVICES)
+        near = difflib.get_close_matches(name, known, n=1)
         hint = f"did you mean {near[0]}? " if near else ""
         raise ConfigError(
             f"no reward called '{name}'",
-            f"{hint}known: {', '.join(BUILT_IN)}; a Python file goes under path; otherwise package.module.function",
+            f"{hint}known: {', '.join(known)}; a Python file goes under path; otherwise package.module.function",
         )
     try:
         function = getattr(importlib.import_module(module_name), function_name)

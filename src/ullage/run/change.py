@@ -17,6 +17,12 @@ BOUND = frozenset(
         "critic.enable",
         "critic.model.path",
         "critic.share_actor",
+        "actor_rollout_ref.model.lora_rank",
+        "actor_rollout_ref.model.lora_alpha",
+        "actor_rollout_ref.model.target_modules",
+        "actor_rollout_ref.model.lora_adapter_path",
+        "critic.model.lora_rank",
+        "critic.model.lora_alpha",
         "trainer.device",
         # Which prompts there are, what they look like, and their order.
         "actor_rollout_ref.model.tokenizer_path",
@@ -30,6 +36,8 @@ BOUND = frozenset(
         "data.apply_chat_template_kwargs",
         "data.system_prompt",
         "data.shuffle",
+        "data.mixing_weights",
+        "data.curriculum",
         "data.seed",
         "trainer.seed",
         # What the best score so far was measured on.

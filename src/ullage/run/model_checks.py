@@ -140,6 +140,7 @@ def check_passes(model: LanguageModel) -> Iterator[Check]:
     reference, reference_gradient = logprobs(model, stage, alone)
     mask = stage.mask_NT
 
+    assert stage.rollout_logprobs_NT is not None, "the engine sampled them"
     engine = stage.rollout_logprobs_NT.to(reference.dtype)[mask]
     yield _compare("rollout = trainer", engine, reference[mask], bounds)
     own = Bounds(*(LIBRARY_FACTOR * bound for bound in (bounds.mean, bounds.most, bounds.gradient)))

@@ -1,41 +1,78 @@
-"""The roles of a run from its config: actor, critic, reference."""
+"""The roles of a run from its config: actor, critic, reference, reward model."""
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
+
+from torch import Tensor
 
 from ullage.algorithms import Algorithm
 from ullage.base.communicator import Communicator
 from ullage.base.errors import ConfigError, ModelError
+from ullage.base.seeds import derive
 from ullage.batch.pack import Limits
 from ullage.config.tree import Config
 from ullage.engine.measure import MemoryProbe
 from ullage.engine.recompute import recompute_layers
+from ullage.model.adapter_files import is_adapter_folder, read_adapter
 from ullage.model.language_model import LanguageModel
 from ullage.model.load import load_model
+from ullage.model.lora import Adapter, Settings, new_adapter
 from ullage.model.target import Target
-from ullage.model.value_model import ValueModel, load_value_model, share_trunk
+from ullage.model.trunk import Trunk
+from ullage.model.value_model import ValueModel, add_value_head, load_value_model, share_trunk
 from ullage.rollout.embedded.engine import Engine
 from ullage.run.surroundings import Surroundings
 from ullage.telemetry.recorder import Recorder
 from ullage.workers.actor import Actor
 from ullage.workers.critic import Critic
 from ullage.workers.reference import Reference
+from ullage.workers.reward_model import RewardModel, load_reward_model
 
 AUTO_TOKENS = 8192
 """Tokens of one pass where the config leaves it to us and sequences are shorter."""
 
 
 def open_model(config: Config, target: Target, *, weights: Path | None = None) -> LanguageModel:
-    """The model of the config, or the same model with the weights of a checkpoint."""
+    """The model of the config, with its adapter if it asks for one; or what the folder of a checkpoint holds."""
     wanted = config.actor_rollout_ref.model
-    return load_model(
+    if weights is None and is_adapter_folder(wanted.path):
+        raise ConfigError(
+            f"actor_rollout_ref.model.path = {wanted.path}: an adapter, not a model",
+            "set it to the model that is adapted, and actor_rollout_ref.model.lora_adapter_path to this folder",
+        )
+    model = load_model(
         str(weights) if weights else wanted.path,
         target,
         dtype=wanted.dtype,
         tokenizer_path=wanted.tokenizer_path,
         chat_template=wanted.custom_chat_template,
     )
+    if weights is None and (wanted.lora_rank or wanted.lora_adapter_path):
+        return model.adapted("actor", actor_adapter(config, model))
+    return model
+
+
+def actor_adapter(config: Config, model: LanguageModel) -> Adapter:
+    """The adapter that training starts from: the folder's, or a new one."""
+    wanted = config.actor_rollout_ref.model
+    if wanted.lora_adapter_path is None:
+        return fresh_adapter(config, model, "actor", wanted.lora_rank, wanted.lora_alpha)
+    adapter = read_adapter(Path(wanted.lora_adapter_path).expanduser())
+    if wanted.lora_rank not in (0, adapter.settings.rank):
+        raise ConfigError(
+            f"actor_rollout_ref.model.lora_rank = {wanted.lora_rank}: the adapter {wanted.lora_adapter_path} "
+            f"has rank {adapter.settings.rank}",
+            "leave lora_rank out: rank, alpha and target modules are the adapter's own",
+        )
+    return adapter
+
+
+def fresh_adapter(config: Config, trunk: Trunk, role: str, rank: int, alpha: float) -> Adapter:
+    targets = config.actor_rollout_ref.model.target_modules
+    seed = derive(config.trainer.seed, "lora", role)
+    return new_adapter(trunk.module, Settings(rank=rank, alpha=alpha), targets, seed)
 
 
 def make_limits(config: Config, model: LanguageModel) -> Limits:
@@ -94,39 +131,73 @@ def make_critic(given: Surroundings, algorithm: Algorithm, actor: Actor) -> Crit
 
 
 def open_value_model(config: Config, actor_model: LanguageModel) -> ValueModel:
-    """The critic's own model. It reads the actor's token ids, so it must know all of them."""
-    path, target = config.critic.model.path or config.actor_rollout_ref.model.path, actor_model.target
+    """The critic's own model, or an adapter of its own on the actor's frozen weights."""
+    wanted, target = config.critic.model, actor_model.target
+    path = wanted.path or config.actor_rollout_ref.model.path
+    if wanted.lora_rank and actor_model.adapters is not None and path == config.actor_rollout_ref.model.path:
+        adapter = fresh_adapter(config, actor_model, "critic", wanted.lora_rank, wanted.lora_alpha)
+        return add_value_head(actor_model.adapted("critic", adapter))
     try:
         model = load_value_model(path, target, dtype=config.actor_rollout_ref.model.dtype)
     except ModelError as error:
         raise ModelError(f"the critic's model: {error.cause}", "check critic.model.path") from error
     known, used = (trunk.module.config.get_text_config().vocab_size for trunk in (model.trunk, actor_model))
-    if known < used:
+    if known < used:  # it reads the actor's token ids
         raise ModelError(
             f"the critic's model {path} knows {known} tokens, the actor's {used}",
             "set critic.model.path to a model with the actor's tokenizer",
         )
+    if wanted.lora_rank:
+        adapter = fresh_adapter(config, model.trunk, "critic", wanted.lora_rank, wanted.lora_alpha)
+        model = replace(model, trunk=model.trunk.adapted("critic", adapter))
     if recomputes(config, target):
         recompute_layers(model.trunk.layers)
     return model
 
 
-def make_reference(config: Config, target: Target, actor_limits: Limits, recorder: Recorder) -> Reference:
-    arr = config.actor_rollout_ref
+def make_reference(config: Config, actor: Actor, recorder: Recorder) -> Reference:
+    """The policy without what training adds: the actor's weights with adapters off, or a copy of them all."""
+    arr, limits = config.actor_rollout_ref, actor.limits
     tokens = arr.ref.log_prob_max_token_len_per_gpu
-    limits = actor_limits if tokens == "auto" else Limits(max_tokens=tokens, share_prefix=actor_limits.share_prefix)
-    model = open_model(config, target)
+    if tokens != "auto":
+        limits = Limits(max_tokens=tokens, share_prefix=limits.share_prefix)
+    adapted = actor.model.adapters is not None
+    model = replace(actor.model, adapter=None) if adapted else open_model(config, actor.model.target)
     return Reference(model, limits, temperature=arr.rollout.temperature, phase=recorder.phase)
 
 
-def register_memory(probe: MemoryProbe, actor: Actor, critic: Critic | None, engine: Engine) -> None:
+def make_reward_model(config: Config, target: Target) -> RewardModel | None:
+    """The reward model, where the config asks for one."""
+    if not config.reward_model.enable:
+        return None
+    wanted = config.reward_model.model
+    # Another tokenizer may need more tokens for the same text.
+    longest = 2 * (config.data.max_prompt_length + config.data.max_response_length)
+    try:
+        return load_reward_model(
+            wanted.path,
+            target,
+            tokenizer_path=wanted.tokenizer_path,
+            dtype=config.actor_rollout_ref.model.dtype,
+            max_tokens=max(AUTO_TOKENS, longest),
+        )
+    except ModelError as error:
+        raise ModelError(f"the reward model: {error.cause}", "check reward_model.model.path") from error
+
+
+def register_memory(
+    probe: MemoryProbe, actor: Actor, critic: Critic | None, reference: Reference | None, engine: Engine | None
+) -> None:
     """Owners that live as long as the run, under the names every memory report uses."""
-    weights = [parameter.nbytes for parameter in actor.model.module.parameters()]
+    weights: list[Tensor] = [*actor.model.module.parameters()]
     owned = [actor.optimizer.nbytes()]
     if critic:
-        weights += [parameter.nbytes for _, parameter in critic.model.named_parameters()]
+        weights += [*critic.model.trunk.module.parameters(), critic.model.weight, critic.model.bias]
         owned.append(critic.optimizer.nbytes())
-    probe.register("weights", sum(weights))
+    if reference:
+        weights += reference.model.module.parameters()
+    # Roles may share weights: each place in memory counts once.
+    probe.register("weights", sum({weight.data_ptr(): weight.nbytes for weight in weights}.values()))
     for name in owned[0]:
         probe.register(name, sum(part[name] for part in owned))
-    probe.register("kv_cache", engine.nbytes)
+    probe.register("kv_cache", engine.nbytes if engine else 0)

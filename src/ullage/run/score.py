@@ -7,26 +7,29 @@ from pathlib import Path
 
 from ullage.base.communicator import Solo
 from ullage.base.errors import ConfigError
+from ullage.config.check import is_rewarded
 from ullage.config.tree import Config
 from ullage.data.prompts import load_prompts
 from ullage.engine.measure import MemoryProbe
 from ullage.model.target import find_target
-from ullage.run.assemble import (
+from ullage.run.environment import with_tools
+from ullage.run.roles import open_model
+from ullage.run.sources import refuse_unscored, sources_of
+from ullage.run.supply import (
     longest_prompt,
     make_engine,
     make_evaluator,
+    make_source,
     num_evaluated,
-    open_pool,
+    open_scorers,
     report_overlong,
 )
-from ullage.run.roles import open_model
 from ullage.run.surroundings import Surroundings
 from ullage.telemetry.recorder import Recorder
 from ullage.telemetry.run_directory import RunDirectory
 from ullage.telemetry.view import View
 from ullage.telemetry.writer import SilentWriter
 from ullage.trainer.evaluate import Evaluation
-from ullage.trainer.generate import Generator
 from ullage.trainer.stop import Stop
 
 
@@ -35,25 +38,24 @@ def evaluate_weights(config: Config, weights: str, view: View) -> Evaluation:
     require_evaluable(config)
     with ExitStack() as closing:
         given = _surroundings(config, view, closing)
-        pool = open_pool(given)  # its workers start while the model is read
+        scorers = open_scorers(given)
         model = open_model(config, given.target, weights=Path(weights))
-        data = config.data
+        data = with_tools(config, scorers.environment).data
         val = load_prompts(data.val_files, data, model.tokenizer, max_samples=data.val_max_samples)
         report_overlong(val, given.recorder)
+        refuse_unscored(config, sources_of(val.prompts))
         engine = make_engine(config, model, prompt_tokens=longest_prompt(val), samples=num_evaluated(config, val))
-        generator = Generator(
-            engine, pool, model.tokenizer, config.reward, given.recorder, given.ranks, given.stop.poll
-        )
-        return make_evaluator(config, val, generator, given).evaluate(0)
+        return make_evaluator(config, val, make_source(given, scorers, engine, model), given).evaluate(0)
 
 
 def require_evaluable(config: Config) -> None:
     """ConfigError unless there are held-out prompts and a reward."""
     if not config.data.val_files:
         raise ConfigError("no held-out data", "give --data FILE, or set data.val_files")
-    if not config.reward.functions:
+    if not is_rewarded(config):
         raise ConfigError(
-            "no reward", "give --reward NAME (gsm8k, math, ...) or --reward FILE.py, or set reward.functions"
+            "no reward",
+            "give --reward NAME (gsm8k, math, ...) or --reward FILE.py, or set reward.functions or reward_model.enable",
         )
 
 

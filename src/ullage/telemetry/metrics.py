@@ -24,10 +24,13 @@ class Metric:
 METRICS: dict[str, Metric] = {
     "reward/mean": Metric("score", "weighted sum of the reward functions, mean over the step's samples"),
     "reward/failed_fraction": Metric("share", "samples that could not be scored: error, time limit, not a number"),
+    "reward/<source>/mean": Metric("score", "the same over the samples of one source, where there are several"),
     "reward/<function>": Metric("score", "mean of one reward function, before its weight"),
     "response/length_mean": Metric("tokens", "length of a sampled response"),
+    "response/<source>/length_mean": Metric("tokens", "the same over the samples of one source"),
     "response/truncated_fraction": Metric("share", "responses cut off at max_response_length"),
     "group/zero_std_fraction": Metric("share", "groups whose samples all have the same reward: no signal"),
+    "group/<source>/zero_std_fraction": Metric("share", "the same over the groups of one source"),
     "actor/loss": Metric("nats", "policy loss, with KL and entropy terms where they are on"),
     "actor/kl_ref": Metric("nats per token", "distance of the policy from the reference"),
     "actor/kl_old": Metric("nats per token", "distance of the policy from the one that sampled"),

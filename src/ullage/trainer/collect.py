@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Any
 
 import torch
@@ -15,7 +15,7 @@ from ullage.base.seeds import derive
 from ullage.batch.stages import Experience, Rollouts, concatenate, pad_rows
 from ullage.config.tree import Config
 from ullage.data.prompts import Prompt
-from ullage.data.sampler import Sampler
+from ullage.data.sampler import PromptSampler
 from ullage.maths.advantages import group_has_signal
 from ullage.maths.overlong import overlong_penalty
 from ullage.rewards.pool import Score
@@ -23,7 +23,8 @@ from ullage.rollout.sampling import Sample, Sampling
 from ullage.telemetry.recorder import Recorder
 from ullage.telemetry.tally import Tally
 from ullage.telemetry.writer import MetricsWriter
-from ullage.trainer.generate import TRAINING, Generator
+from ullage.trainer.evaluate import passes
+from ullage.trainer.generate import TRAINING, SampleSource
 
 Row = dict[str, Any]
 
@@ -35,12 +36,14 @@ class Collector:
         self,
         config: Config,
         prompts: Sequence[Prompt],
-        sampler: Sampler,
-        generator: Generator,
+        sampler: PromptSampler,
+        generator: SampleSource,
         algorithm: Algorithm,
         ranks: Communicator,
         recorder: Recorder,
         writer: MetricsWriter,
+        *,
+        full_marks: Mapping[str, float] | None = None,
     ) -> None:
         rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor
         self.prompts = prompts
@@ -56,12 +59,16 @@ class Collector:
         self.max_attempts = config.algorithm.filter_groups.max_num_gen_batches
         self.overlong = config.reward.overlong_buffer
         self.num_logged = config.trainer.log_samples
+        self.full_marks = full_marks
+        """By source, where the sampler learns how many answers earn them; None: it learns nothing."""
+        self.has_many_sources = len({prompt.source for prompt in prompts}) > 1
         self.sampling = Sampling(
             temperature=rollout.temperature,
             top_p=rollout.top_p,
             top_k=rollout.top_k,
             max_tokens=config.data.max_response_length,
             ignore_eos=rollout.ignore_eos,
+            keep_supports=True,
         )
         # A KL or entropy term gives every sample a gradient, whatever its reward.
         self.every_sample_counts = actor.use_kl_loss or actor.entropy_coeff != 0
@@ -100,7 +107,11 @@ class Collector:
         # By what the answers are worth: a group whose rewards differ only by length teaches nothing else.
         differs = group_has_signal(worth(scores), experience.group_N, experience.valid_N)
         groups = experience.group_N[differs].unique()
-        self._report(tally, samples, scores, num_groups=len(prompts), num_with_signal=len(groups))
+        self._report(tally, prompts, samples, scores, with_signal=set(groups.tolist()))
+        if self.full_marks is not None:
+            rates = success_rates(prompts, samples, scores, self.full_marks)
+            everyone = self.ranks.gather([(drawn[places[group]], rate) for group, rate in rates.items()])
+            self.sampler.learn({row: rate for part in everyone for row, rate in part})
         if not self.every_sample_counts:
             experience = experience.with_signal(self.algorithm.has_signal(experience))
         if self.algorithm.refills:
@@ -137,18 +148,29 @@ class Collector:
         return dataclasses.replace(experience.select(torch.tensor(kept, dtype=torch.long)), order_G=order_G)
 
     def _report(
-        self, tally: Tally, samples: list[Sample], scores: list[Score], *, num_groups: int, num_with_signal: int
+        self,
+        tally: Tally,
+        prompts: list[Prompt],
+        samples: list[Sample],
+        scores: list[Score],
+        *,
+        with_signal: set[int],
     ) -> None:
+        """Curves of all sources together and, where there are several, of each."""
+        curves = [("", f"{prompt.source}/") if self.has_many_sources else ("",) for prompt in prompts]
         for sample, score in zip(samples, scores, strict=True):
             tally.add("reward/failed_fraction", score.total is None)
-            tally.add("response/length_mean", len(sample.token_ids))
-            tally.add_tokens("rollout", len(sample.token_ids))
+            tally.add_tokens("rollout", sample.num_sampled)
             tally.add("response/truncated_fraction", sample.finish_reason == "length")
-            if score.total is not None:
-                tally.add("reward/mean", score.total)
-            for name, value in score.parts.items():
-                tally.add(f"reward/{name}", value)
-        tally.add("group/zero_std_fraction", num_groups - num_with_signal, num_groups)
+            for curve in curves[sample.group]:
+                tally.add(f"response/{curve}length_mean", len(sample.token_ids))
+                if score.total is not None:
+                    tally.add(f"reward/{curve}mean", score.total)
+                for name, value in score.parts.items():
+                    tally.add(f"reward/{curve}{name}", value)
+        for group, names in enumerate(curves):
+            for curve in names:
+                tally.add(f"group/{curve}zero_std_fraction", group not in with_signal)
 
     def _rows(
         self,
@@ -193,10 +215,29 @@ def to_rollouts(prompts: Sequence[Prompt], order: Sequence[int], samples: Sequen
         group_N=torch.tensor([sample.group for sample in samples], dtype=torch.long),
         sample_N=torch.tensor([(order[s.group] << 20) + s.index for s in samples], dtype=torch.long),
         responses=tuple(sample.token_ids for sample in samples),
-        mask_NT=pad_rows([[1.0] * len(sample.token_ids) for sample in samples], width=width, dtype=torch.bool),
+        mask_NT=pad_rows([s.mask or [1.0] * len(s.token_ids) for s in samples], width=width, dtype=torch.bool),
         rollout_logprobs_NT=pad_rows([sample.logprobs for sample in samples], width=width, dtype=torch.float32),
         finish_reasons=tuple(sample.finish_reason for sample in samples),
+        supports=to_supports(samples),
     )
+
+
+def to_supports(samples: Sequence[Sample]) -> tuple[tuple[Tensor, ...], ...] | None:
+    """[N] the ids that each token was drawn from, where the engine left some out."""
+    supports = [sample.supports for sample in samples if sample.supports is not None]
+    return tuple(supports) if supports else None
+
+
+def success_rates(
+    prompts: Sequence[Prompt], samples: Sequence[Sample], scores: Sequence[Score], full_marks: Mapping[str, float]
+) -> dict[int, float]:
+    """By group, the share of its scored samples that earned full marks; a group without either is left out."""
+    passed: dict[int, list[bool]] = {}
+    for sample, score in zip(samples, scores, strict=True):
+        marks = full_marks.get(prompts[sample.group].source)
+        if score.total is not None and marks is not None:
+            passed.setdefault(sample.group, []).append(passes(score.total, marks))
+    return {group: sum(own) / len(own) for group, own in passed.items()}
 
 
 def worth(scores: Sequence[Score]) -> Tensor:

@@ -14,7 +14,7 @@ from ullage.data.prompts import Prompt
 from ullage.maths.evaluation import best_at, majority_at, mean_at, pass_at
 from ullage.rollout.sampling import Sampling
 from ullage.telemetry.writer import MetricsWriter
-from ullage.trainer.generate import EVALUATION, Generator
+from ullage.trainer.generate import EVALUATION, SampleSource
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,11 +35,11 @@ class Evaluator:
         self,
         config: Config,
         prompts: Sequence[Prompt],
-        generator: Generator,
+        generator: SampleSource,
         ranks: Communicator,
         writer: MetricsWriter,
         *,
-        full_marks: float,
+        full_marks: Mapping[str, float],
     ) -> None:
         val = config.actor_rollout_ref.rollout.val_kwargs
         self.prompts = prompts
@@ -49,7 +49,7 @@ class Evaluator:
         self.seed = config.trainer.seed
         self.num_samples = val.n
         self.full_marks = full_marks
-        """A sample passes when its reward reaches this."""
+        """By source: a sample passes when its reward reaches this. A source without has no pass@k."""
         self.sampling = Sampling(
             temperature=val.temperature,
             top_p=val.top_p,
@@ -83,7 +83,7 @@ class Evaluator:
         return Evaluation(metrics_of(everyone, self.full_marks), mean_at([row["reward"] for row in everyone]), everyone)
 
 
-def metrics_of(rows: Sequence[Mapping[str, Any]], full_marks: float) -> dict[str, float]:
+def metrics_of(rows: Sequence[Mapping[str, Any]], full_marks: Mapping[str, float]) -> dict[str, float]:
     """Every score of every source, `eval/<source>/<score>`, from the samples of all ranks: means over prompts."""
     sources: dict[str, dict[int, list[Mapping[str, Any]]]] = defaultdict(lambda: defaultdict(list))
     for row in rows:
@@ -91,18 +91,24 @@ def metrics_of(rows: Sequence[Mapping[str, Any]], full_marks: float) -> dict[str
     return {
         f"eval/{source}/{name}": value
         for source, prompts in sources.items()
-        for name, value in _scores(list(prompts.values()), full_marks)
+        for name, value in _scores(list(prompts.values()), full_marks.get(source))
     }
 
 
-def _scores(prompts: Sequence[Sequence[Mapping[str, Any]]], full_marks: float) -> Iterator[tuple[str, float]]:
+def passes(reward: float, full_marks: float) -> bool:
+    """Whether an answer earned all there is to earn, whatever its weights round to."""
+    return reward >= full_marks - 1e-6
+
+
+def _scores(prompts: Sequence[Sequence[Mapping[str, Any]]], full_marks: float | None) -> Iterator[tuple[str, float]]:
     """Name and value of one source's scores; every prompt has its n samples."""
     rewards = [[row["reward"] for row in samples] for samples in prompts]
-    passed = [sum(reward >= full_marks - 1e-6 for reward in own) for own in rewards]
     n = len(rewards[0])
     yield f"mean@{n}", mean_at([mean_at(own) for own in rewards])
-    for k in draws(n):
-        yield f"pass@{k}", mean_at([pass_at(n, number, k) for number in passed])
+    if full_marks is not None:
+        passed = [sum(passes(reward, full_marks) for reward in own) for own in rewards]
+        for k in draws(n):
+            yield f"pass@{k}", mean_at([pass_at(n, number, k) for number in passed])
     for k in draws(n):
         yield f"best@{k}", mean_at([best_at(own, k) for own in rewards])
     if not _tell_answers(prompts):

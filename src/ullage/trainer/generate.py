@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import dataclasses
+import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 from ullage.base.communicator import Communicator
+from ullage.base.errors import ServiceError
 from ullage.config.tree import Reward
 from ullage.data.prompts import Prompt
-from ullage.rewards.pool import Request, RewardPool, Score, check_budget
+from ullage.rewards.panel import Panel
+from ullage.rewards.pool import Request, Score, check_budget, distinct
 from ullage.rollout.embedded.engine import Engine
 from ullage.rollout.sampling import GroupRequest, Sample, Sampling
 from ullage.telemetry.recorder import Recorder
+from ullage.workers.reward_model import RewardModel
 
 
 class Phases(NamedTuple):
@@ -25,22 +30,38 @@ TRAINING = Phases("rollout", "reward")
 EVALUATION = Phases("eval", "eval")
 
 
+class SampleSource(Protocol):
+    """What answers prompts and scores the answers: a generator, or episodes with an environment."""
+
+    reward_names: list[str]
+
+    def run(
+        self, prompts: Sequence[Prompt], seeds: Sequence[Sequence[int]], sampling: Sampling, phases: Phases
+    ) -> tuple[list[Sample], list[Score], list[str]]: ...
+
+
 class Generator:
-    """An engine and a reward pool, driven as one."""
+    """An engine and all that scores, driven as one."""
 
     def __init__(
         self,
         engine: Engine,
-        pool: RewardPool,
+        panel: Panel,
         tokenizer: Any,  # noqa: ANN401 -- transformers' own
         reward: Reward,
         recorder: Recorder,
         ranks: Communicator,
         poll: Callable[[], None],
+        *,
+        reward_model: RewardModel | None = None,
+        reward_model_weight: float = 1.0,
     ) -> None:
         self.engine = engine
-        self.pool = pool
-        self.reward_names = pool.labels
+        self.panel = panel
+        self.reward_names = distinct([*panel.labels, *(["reward_model"] if reward_model else [])])
+        """The parts of a score: the config's functions in their order, then the reward model."""
+        self.reward_model = reward_model
+        self.reward_model_weight = reward_model_weight
         self.tokenizer = tokenizer
         self.reward = reward
         self.recorder = recorder
@@ -60,18 +81,7 @@ class Generator:
         def submit(sample: Sample) -> None:
             text = self.tokenizer.decode(sample.token_ids, skip_special_tokens=True)
             texts[sample.group, sample.index] = text
-            prompt = prompts[sample.group]
-            self.pool.submit(
-                Request(
-                    prompt=prompt.prompt,
-                    response=text,
-                    target=prompt.target,
-                    source=prompt.source,
-                    extra=prompt.extra,
-                    response_length=len(sample.token_ids),
-                    response_ids=list(sample.token_ids),
-                )
-            )
+            self._submit(prompts[sample.group], sample, text)
 
         def progress(tokens: int, done: int) -> None:
             self.poll()
@@ -80,16 +90,69 @@ class Generator:
         with self.recorder.phase(phases.generate):
             samples = self.engine.generate(requests, sampling, on_finish=submit, on_progress=progress)
         with self.recorder.phase(phases.score):
-            scores = dict(zip(texts, self.pool.collect(), strict=True))
-            self._check_budget(list(scores.values()))
-            self.poll()
-        places = [(sample.group, sample.index) for sample in samples]
-        return samples, [scores[place] for place in places], [texts[place] for place in places]
+            places = [(sample.group, sample.index) for sample in samples]
+            found = dict(zip(texts, self._collect(), strict=True))
+            asked = [prompts[sample.group] for sample in samples]
+            answers = [texts[place] for place in places]
+            scores = self._complete(asked, answers, [found[place] for place in places])
+        return samples, scores, answers
 
-    def _check_budget(self, scores: list[Score]) -> None:
+    def score(self, prompts: Sequence[Prompt], samples: Sequence[Sample], texts: Sequence[str]) -> list[Score]:
+        """Scores of answers that are already there, one prompt each. Collective; the caller opens the phase."""
+        for prompt, sample, text in zip(prompts, samples, texts, strict=True):
+            self._submit(prompt, sample, text)
+        return self._complete(prompts, texts, self._collect())
+
+    def _submit(self, prompt: Prompt, sample: Sample, text: str) -> None:
+        self.panel.submit(
+            Request(
+                prompt=prompt.prompt,
+                response=text,
+                target=prompt.target,
+                source=prompt.source,
+                extra=prompt.extra,
+                response_length=len(sample.token_ids),
+                response_ids=list(sample.token_ids),
+            )
+        )
+
+    def _collect(self) -> list[Score]:
+        """The panel's scores; a service that ends the run on one rank ends it on all."""
+        scores, error = [], None
+        try:
+            scores = self.panel.collect()
+        except ServiceError as problem:
+            error = problem
+        self.ranks.raise_together(error)
+        return scores
+
+    def _complete(self, prompts: Sequence[Prompt], texts: Sequence[str], scores: list[Score]) -> list[Score]:
+        """With what the reward model says of the answers that the panel could score."""
+        if self.reward_model is not None:
+            rated = [index for index, score in enumerate(scores) if score.total is not None]
+            verdicts = self.reward_model.scores([prompts[i].prompt for i in rated], [texts[i] for i in rated])
+            for index, verdict in zip(rated, verdicts, strict=True):
+                scores[index] = with_verdict(
+                    scores[index], verdict, name=self.reward_names[-1], weight=self.reward_model_weight
+                )
+        self.check_budget(scores)
+        self.poll()
+        return scores
+
+    def check_budget(self, scores: list[Score]) -> None:
         """Failures count over all ranks, so that every rank comes to the same verdict whatever its share."""
         failures = [score.error for score in scores if score.total is None]
         everyone: list[Score] = []
         for scored, errors in self.ranks.gather([len(scores) - len(failures), failures]):
             everyone += [Score(0.0, {}, None)] * scored + [Score(None, {}, error) for error in errors]
         check_budget(everyone, self.reward.max_failure_fraction)
+
+
+def with_verdict(score: Score, verdict: float | str, *, name: str, weight: float) -> Score:
+    """A score and what a reward model adds to it; a verdict that is no number costs the sample."""
+    if isinstance(verdict, str):
+        return dataclasses.replace(score, total=None, error=verdict)
+    total = (score.total or 0.0) + weight * verdict
+    if not math.isfinite(total):
+        return dataclasses.replace(score, total=None, error=f"the reward model gave {verdict}")
+    return dataclasses.replace(score, total=total, parts={**score.parts, name: verdict})

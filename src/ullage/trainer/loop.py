@@ -4,13 +4,18 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
+from torch import Tensor
+
 from ullage.algorithms import Algorithm
 from ullage.base.communicator import Communicator
+from ullage.batch.stages import Experience
 from ullage.config.tree import Config
 from ullage.engine.optimizer import learning_rate
 from ullage.telemetry.recorder import Recorder
 from ullage.telemetry.tally import Tally
 from ullage.trainer.collect import Collector
+from ullage.trainer.correct import Corrector
+from ullage.trainer.demonstrate import DemonstrationCollector, LossEvaluator
 from ullage.trainer.evaluate import Evaluator
 from ullage.trainer.schedule import Schedule
 from ullage.trainer.state import Keeper
@@ -34,8 +39,9 @@ class Trainer:
         critic: Critic | None,
         reference: Reference | None,
         algorithm: Algorithm,
-        collector: Collector,
-        evaluator: Evaluator | None,
+        collector: Collector | DemonstrationCollector,
+        corrector: Corrector,
+        evaluator: Evaluator | LossEvaluator | None,
         schedule: Schedule,
         keeper: Keeper,
         recorder: Recorder,
@@ -49,6 +55,7 @@ class Trainer:
         self.reference = reference
         self.algorithm = algorithm
         self.collector = collector
+        self.corrector = corrector
         self.evaluator = evaluator
         self.schedule = schedule
         self.keeper = keeper
@@ -72,21 +79,17 @@ class Trainer:
                 self.keeper.save()
         self.keeper.export()
 
-    @property
-    def needs_old_logprobs(self) -> bool:
-        """A strictly on-policy update is its own old policy, unless the algorithm looks at it before."""
-        return self.schedule.off_policy or "old_logprobs" in self.algorithm.needs
-
     def step(self, step: int, record: Record) -> None:
         """One training step: collect, evaluate, assign credit, update."""
         tally = Tally()
         experience = self.collector.collect(step, tally)
         plan = self.schedule.plan(experience, step)
         experience = experience.evaluated(
-            old_logprobs=self.actor.logprobs(experience, plan) if self.needs_old_logprobs else None,
+            old_logprobs=self.old_logprobs(experience, plan),
             ref_logprobs=self.reference.logprobs(experience, plan) if self.reference else None,
             values=self.critic.values(experience, plan) if self.critic else None,
         )
+        experience = self.corrector.apply(experience, tally)
         batch = self.algorithm.assign_credit(experience, self.ranks)
         rate = learning_rate(self.config.actor_rollout_ref.actor.optim, step - 1, self.total_steps)
         critic_rate = learning_rate(self.config.critic.optim, step - 1, self.total_steps)
@@ -100,6 +103,13 @@ class Trainer:
         self.keeper.advance(step)
         self.recorder.count_tokens(tally.tokens(self.ranks))
         record(tally.means(self.ranks) | {"actor/learning_rate": rate})
+
+    def old_logprobs(self, experience: Experience, plan: list[Tensor]) -> Tensor | None:
+        """None where nobody looks at them: a strictly on-policy update is its own old policy."""
+        if self.corrector.bypass:
+            return experience.rollout_logprobs_NT
+        needed = self.schedule.off_policy or self.corrector.compares or "old_logprobs" in self.algorithm.needs
+        return self.actor.logprobs(experience, plan) if needed else None
 
     def evaluate(self, step: int) -> None:
         """Score held-out prompts, where there are any; remember the best."""

@@ -15,7 +15,7 @@ from torch import Tensor
 from ullage.algorithms import Algorithm
 from ullage.base.communicator import Communicator
 from ullage.base.errors import DataError, UllageError, WriteError
-from ullage.data.sampler import Sampler
+from ullage.data.sampler import PromptSampler
 from ullage.engine import checkpoint
 from ullage.telemetry.recorder import Recorder
 from ullage.telemetry.run_directory import RunDirectory
@@ -38,7 +38,7 @@ class Keeper:
         self,
         directory: RunDirectory,
         actor: Actor,
-        sampler: Sampler,
+        sampler: PromptSampler,
         recorder: Recorder,
         ranks: Communicator,
         *,
@@ -177,7 +177,9 @@ class Keeper:
         aside = self.directory.path / ".final.tmp"
         try:
             shutil.rmtree(aside, ignore_errors=True)
-            self.actor.model.save(aside)
+            self.actor.model.save_merged(aside)
+            if self.actor.model.adapters is not None:
+                self.actor.model.save(aside / "adapter")
             shutil.rmtree(self.directory.final, ignore_errors=True)
             aside.rename(self.directory.final)
         except (OSError, SafetensorError) as problem:

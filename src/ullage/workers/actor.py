@@ -18,6 +18,7 @@ from ullage.batch.stages import Experience, TrainBatch
 from ullage.config.tree import Actor as ActorConfig
 from ullage.engine.optimizer import Optimizer
 from ullage.maths import kl
+from ullage.maths.correction import sequence_weights
 from ullage.model.language_model import LanguageModel
 from ullage.telemetry.tally import Tally
 from ullage.workers.passes import Phase, micro_batches, stage_logprobs
@@ -53,7 +54,7 @@ class Actor:
         self.temperature = temperature
         self.seed = seed
         self.phase = phase
-        self.optimizer = Optimizer(model.module.named_parameters(), config.optim)
+        self.optimizer = Optimizer(model.named_parameters(), config.optim)
         self.nonfinite_steps = 0
         """Updates skipped so far because the gradient was not finite."""
 
@@ -109,6 +110,9 @@ class Actor:
         old = logprobs_NT.detach() if part.old_logprobs_NT is None else part.old_logprobs_NT.to(logprobs_NT.dtype)
         token_loss = algorithm.policy_loss(logprobs_NT, old, part)
         loss_NT, report = token_loss.loss_NT, dict(token_loss.report_NT)
+        if part.correction_NT is not None:
+            weights_NT = part.correction_NT.to(loss_NT.dtype)
+            loss_NT = loss_NT * (sequence_weights(weights_NT, mask) if token_loss.of_sequence else weights_NT)
         if part.ref_logprobs_NT is not None:
             kl_NT = kl.ESTIMATORS[self.config.kl_loss_type](logprobs_NT, part.ref_logprobs_NT.to(logprobs_NT.dtype))
             if self.config.use_kl_loss:  # the reference may be there for the reward alone
@@ -117,7 +121,8 @@ class Actor:
         if self.config.entropy_coeff:
             loss_NT = loss_NT - self.config.entropy_coeff * entropy_NT
         report["actor/entropy"] = entropy_NT
-        report["rollout/logprob_gap_mean"] = (part.rollout_logprobs_NT.to(old.dtype) - old).abs()
+        if part.rollout_logprobs_NT is not None:
+            report["rollout/logprob_gap_mean"] = (part.rollout_logprobs_NT.to(old.dtype) - old).abs()
         loss = (loss_NT * part.weights_NT.to(loss_NT.dtype)).sum()
         sums = {name: float((value.detach() * mask).sum()) for name, value in report.items()}
         return loss, Terms(float(loss.detach()), sums, int(mask.sum()))

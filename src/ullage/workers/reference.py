@@ -13,15 +13,15 @@ from ullage.workers.passes import Phase, stage_logprobs
 
 
 class Reference:
-    """A second set of weights that never changes."""
+    """Weights that never change: a second set, or the actor's own without its adapter."""
 
     def __init__(self, model: LanguageModel, limits: Limits, *, temperature: float, phase: Phase = nullcontext) -> None:
         self.model = model
         self.limits = limits
         self.temperature = temperature
         self.phase = phase
-        for parameter in model.module.parameters():
-            parameter.requires_grad_(False)
+        if model.adapters is None:  # a module with adapters is frozen, and they are the actor's to train
+            model.module.requires_grad_(False)
 
     def logprobs(self, experience: Experience, mini_batches: list[Tensor]) -> Tensor:
         with self.phase("reference"):

@@ -15,7 +15,7 @@ from ullage.model.head import MIN_ROWS
 from ullage.model.language_model import LanguageModel
 from ullage.rollout.embedded.layouts import DecodeLayout, PrefillLayout
 from ullage.rollout.embedded.pages import PAGE_SIZE, Pages, make_arena, pages_for
-from ullage.rollout.embedded.sampler import draw
+from ullage.rollout.embedded.sampler import draw, ids_of
 from ullage.rollout.sampling import GroupRequest, Sample, Sampling
 
 PREFILL_TOKENS = 4096
@@ -28,6 +28,7 @@ class _Group:
 
     prompt: tuple[int, ...]
     unstarted: int
+    max_tokens: int
     pages: list[int] = field(default_factory=list)
     last_hidden: Tensor | None = None
 
@@ -45,11 +46,15 @@ class _Running:
     """Tokens in the cache."""
     tokens: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
+    supports: list[Tensor] = field(default_factory=list)
     reason: str = ""
 
 
 class Engine:
     """Samples completions with the weights of the model it is given; nothing is copied, nothing is synchronised."""
+
+    reads_trainer_weights = True
+    """Its log-probs are the trainer's, so there is nothing to correct."""
 
     def __init__(self, model: LanguageModel, *, slots: int, max_length: int, cache_tokens: int | None = None) -> None:
         self.model = model
@@ -106,7 +111,10 @@ class _Batch:
         self.sampling = sampling
         self.on_finish = on_finish
         self.on_token = on_token
-        self.groups = [_Group(request.prompt, len(request.seeds)) for request in requests]
+        self.groups = [
+            _Group(request.prompt, len(request.seeds), request.max_tokens or sampling.max_tokens)
+            for request in requests
+        ]
         self.waiting = deque(
             (group, index, seed) for group, request in enumerate(requests) for index, seed in enumerate(request.seeds)
         )
@@ -124,7 +132,7 @@ class _Batch:
         while self.waiting and self.free_slots:
             group = self.groups[self.waiting[0][0]]
             shared = len(group.prompt) // PAGE_SIZE
-            own = pages_for(len(group.prompt) + self.sampling.max_tokens) - shared
+            own = pages_for(len(group.prompt) + group.max_tokens) - shared
             prompt_pages = 0 if group.pages else pages_for(len(group.prompt))
             if own + prompt_pages > self.pages.free:
                 break
@@ -216,16 +224,19 @@ class _Batch:
         seeds = self._tensor([run.seed for run in runs])
         positions = self._tensor([len(run.tokens) for run in runs])
         logits = self.model.head.logits(hidden, self.sampling.temperature or 1.0)
-        tokens, logprobs = draw(logits, seeds, positions, self.sampling)
+        tokens, logprobs, support_SV = draw(logits, seeds, positions, self.sampling)
         if not bool(torch.isfinite(logprobs).all()):
             raise NumericsError("the model gives non-finite logits", "lower the learning rate, or check the weights")
+        if support_SV is not None and self.sampling.keep_supports:
+            for run, ids in zip(runs, ids_of(support_SV), strict=True):
+                run.supports.append(ids)
         for run, token, logprob in zip(runs, tokens.tolist(), logprobs.tolist(), strict=True):
             run.tokens.append(token)
             run.logprobs.append(logprob)
             self.on_token(run.group, run.index, token)
             if token in self.model.stop_ids and not self.sampling.ignore_eos:
                 self._finish(run, "stop")
-            elif len(run.tokens) == self.sampling.max_tokens:
+            elif len(run.tokens) == self.groups[run.group].max_tokens:
                 self._finish(run, "length")
             else:
                 self.running.append(run)
@@ -241,6 +252,7 @@ class _Batch:
             token_ids=tuple(run.tokens),
             logprobs=tuple(run.logprobs),
             finish_reason=reason,
+            supports=tuple(run.supports) or None,
         )
         self.finished[run.group, run.index] = sample
         self.on_finish(sample)

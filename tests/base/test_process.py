@@ -6,16 +6,24 @@ from contextlib import contextmanager
 
 import pytest
 
-from ullage.rewards.process import WorkerLost, WorkerProcess
+from ullage.base.process import WorkerLost, WorkerProcess
 
-REQUEST = {"prompt": "", "target": "", "source": "", "extra": {}, "response_length": 0, "response_ids": None}
+REQUEST = {
+    "prompt": "",
+    "target": "",
+    "source": "",
+    "extra": {},
+    "response_length": 0,
+    "response_ids": None,
+    "functions": [0],
+}
 
 
 @contextmanager
 def worker(source, tmp_path, closing=None):
     path = tmp_path / "reward.py"
     path.write_text(source)
-    started = WorkerProcess(closing or threading.Event())
+    started = WorkerProcess("ullage.rewards.worker", closing or threading.Event())
     try:
         started.send(json.dumps({"functions": [{"path": str(path), "name": "", "kwargs": {}}]}).encode(), 20.0)
         assert "rewards" in started.receive(20.0)
@@ -85,7 +93,7 @@ def test_stop_may_be_repeated(tmp_path):
 def test_worker_that_cannot_start_says_why(monkeypatch, tmp_path):
     (tmp_path / "resource.py").write_text("raise RuntimeError('not the real one')")
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    started = WorkerProcess(threading.Event())
+    started = WorkerProcess("ullage.rewards.worker", threading.Event())
     with pytest.raises(WorkerLost, match=r"^exited with code 1: RuntimeError: not the real one$"):
         started.receive(20.0)
     started.stop()

@@ -11,15 +11,16 @@ import tempfile
 import threading
 import time
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 import ullage
-from ullage.rewards.guard import STOP
+from ullage.base.guard import STOP
 
 SLICE_SECONDS = 0.2
 """How often a wait looks whether the pool closes or the process has ended without closing its pipe."""
 STOP_SECONDS = 5.0
 MAX_REPLY_BYTES = 1 << 20
+MAX_AUTO_WORKERS = 4
 
 
 class WorkerLost(Exception):  # noqa: N818 -- names what happened to the worker; it becomes the sample's error text
@@ -27,15 +28,18 @@ class WorkerLost(Exception):  # noqa: N818 -- names what happened to the worker;
 
 
 class WorkerProcess:
-    """A worker, from start to stop. Used by one thread at a time; `closing` makes its waits end early."""
+    """A worker, from start to stop: `python -m module`, JSON lines in and out.
 
-    def __init__(self, closing: threading.Event) -> None:
+    Used by one thread at a time; `closing` makes its waits end early.
+    """
+
+    def __init__(self, module: str, closing: threading.Event) -> None:
         self._closing = closing
         self._received = b""
         # Holds what the interpreter itself says when it cannot start; the worker leaves it before loading user code.
         self._complaints = tempfile.TemporaryFile()  # noqa: SIM115 -- closed in stop()
         self._process = subprocess.Popen(
-            [sys.executable, "-P", "-m", "ullage.rewards.worker"],
+            [sys.executable, "-P", "-m", module],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=self._complaints,
@@ -120,8 +124,16 @@ class WorkerProcess:
         return f"exited with code {code}" + (f": {last}" if last else "")
 
 
+def num_workers(wanted: int | Literal["auto"]) -> int:
+    """How many workers a pool has; auto: one per core of ours, up to a few."""
+    if wanted != "auto":
+        return wanted
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    return min(MAX_AUTO_WORKERS, cores)
+
+
 def _environment() -> dict[str, str]:
-    """The run's own, one thread per worker, set order fixed so that a resumed run scores as the first one did."""
+    """The run's own, one thread per worker, set order fixed so that a resumed run does as the first one did."""
     environment = {"PYTHONHASHSEED": "0", **os.environ, "OMP_NUM_THREADS": "1"}
     root = str(Path(ullage.__file__).resolve().parents[1])
     if root not in (sysconfig.get_path("purelib"), sysconfig.get_path("platlib")):  # not installed, or in editable form

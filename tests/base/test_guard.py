@@ -10,7 +10,7 @@ import pytest
 # Behind the guard: a child that left the session, its process id, then whatever the test asks for.
 PROGRAM = """
 import os, signal, subprocess, sys, time
-from ullage.rewards.guard import fork_behind_guard
+from ullage.base.guard import fork_behind_guard
 fork_behind_guard()
 child = subprocess.Popen(["sleep", "60"], start_new_session=True)
 sys.stdout.write(f"{os.getpid()} {child.pid}\\n")

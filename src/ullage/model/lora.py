@@ -1,0 +1,268 @@
+"""Low-rank adapters (LoRA, arXiv:2106.09685) beside the linear layers of a frozen module, which several roles share.
+
+The module's own weights stay the same tensors under the same names: nothing moves, and nothing is merged to run. Each
+role has an adapter by name and selects it before its passes; with none selected the module is what it was.
+"""
+
+from __future__ import annotations
+
+import difflib
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any, NamedTuple, TypeVar
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from transformers import PreTrainedModel
+
+from ullage.base.errors import ConfigError, ModelError
+from ullage.base.seeds import derive
+
+ALL_LINEAR = "all-linear"
+Number = TypeVar("Number", int, float)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Settings:
+    """Ranks and scales of an adapter; the patterns are PEFT's, for layers that differ from the rest."""
+
+    rank: int
+    alpha: float
+    rank_stabilised: bool = False
+    """Scale by alpha / sqrt(rank), not alpha / rank (arXiv:2312.03732)."""
+    rank_pattern: Mapping[str, int] = field(default_factory=dict)
+    alpha_pattern: Mapping[str, float] = field(default_factory=dict)
+
+    def rank_of(self, layer: str) -> int:
+        return _by_pattern(self.rank_pattern, layer, self.rank)
+
+    def scale_of(self, layer: str) -> float:
+        rank, alpha = self.rank_of(layer), _by_pattern(self.alpha_pattern, layer, self.alpha)
+        return alpha / (math.sqrt(rank) if self.rank_stabilised else rank)
+
+
+class Pair(NamedTuple):
+    """The two factors of one layer's change."""
+
+    down: Tensor
+    """[rank, in]"""
+    up: Tensor
+    """[out, rank]"""
+
+
+@dataclass(frozen=True, slots=True)
+class Adapter:
+    """What one adapter adds, by the names of the layers: as read from a file, newly made, or to be written."""
+
+    settings: Settings
+    layers: Mapping[str, Pair]
+
+
+class Adapters:
+    """All adapters of one module, and which of them is in use."""
+
+    def __init__(self, module: PreTrainedModel, *, wide: bool) -> None:
+        """`wide`: sum the thin products in float64."""
+        self.module = module
+        self.wide = wide
+        self.settings: dict[str, Settings] = {}
+        self._in_use = _InUse()
+        module.requires_grad_(False)
+
+    def select(self, name: str | None) -> None:
+        """Use this adapter, or none, until another is selected."""
+        self._in_use.name = name
+
+    def attach(self, name: str, adapter: Adapter, dtype: torch.dtype) -> None:
+        """Add an adapter and select it."""
+        assert name not in self.settings, "each role attaches its own, once"
+        layers = linear_layers(self.module)
+        for layer, pair in adapter.layers.items():
+            plain = layers.get(layer)
+            if plain is None:
+                raise ModelError(
+                    f"the adapter changes {layer}, which is no linear layer below the head of this model",
+                    "use the model it was made for, and an adapter of its linear layers only",
+                )
+            _check_shapes(layer, plain, pair)
+        for layer, pair in adapter.layers.items():
+            plain = layers[layer]
+            scale = adapter.settings.scale_of(layer)
+            self._adapted(layer, plain).adapters[name] = LowRank(pair, scale, like=plain.weight, dtype=dtype)
+        self.settings[name] = adapter.settings
+        self.select(name)
+
+    def detached(self, name: str) -> Adapter:
+        """The adapter as it is now, to be written."""
+        layers = {layer: Pair(low.down.detach(), low.up.detach()) for layer, low in self._layers_of(name)}
+        return Adapter(self.settings[name], layers)
+
+    def named_parameters(self, name: str | None) -> Iterator[tuple[str, Tensor]]:
+        """What training the adapter changes."""
+        for layer, low in self._layers_of(name):
+            yield f"{layer}.down", low.down
+            yield f"{layer}.up", low.up
+
+    @torch.no_grad()
+    def merged_state(self, name: str) -> dict[str, Tensor]:
+        """The module's weights with the adapter added in, under the names it had without adapters."""
+        own = {
+            f"{layer}.{inner}" for layer, part in self._parts() for inner in part.state_dict() if "adapters." in inner
+        }
+        state = {key: value for key, value in self.module.state_dict().items() if key not in own}
+        for layer, low in self._layers_of(name):
+            weight = state[f"{layer}.weight"]
+            # To host memory one by one: a second copy of all of them may not fit the device.
+            state[f"{layer}.weight"] = (weight.double() + low.product()).to(weight.dtype).cpu()
+        return state
+
+    def _adapted(self, layer: str, plain: nn.Linear) -> AdaptedLinear:
+        if isinstance(plain, AdaptedLinear):
+            return plain
+        adapted = AdaptedLinear(plain, self._in_use, wide=self.wide)
+        parent, _, leaf = layer.rpartition(".")
+        setattr(self.module.get_submodule(parent), leaf, adapted)
+        return adapted
+
+    def _parts(self) -> Iterator[tuple[str, AdaptedLinear]]:
+        for layer, linear in linear_layers(self.module).items():
+            if isinstance(linear, AdaptedLinear):
+                yield layer, linear
+
+    def _layers_of(self, name: str | None) -> Iterator[tuple[str, LowRank]]:
+        for layer, part in self._parts():
+            if name in part.adapters:
+                yield layer, part.adapters[name]
+
+
+@dataclass(slots=True)
+class _InUse:
+    """Shared by all layers of a module."""
+
+    name: str | None = None
+
+
+class AdaptedLinear(nn.Linear):
+    """A linear layer with its own weight and bias, plus the change of the adapter in use."""
+
+    def __init__(self, plain: nn.Linear, in_use: _InUse, *, wide: bool) -> None:
+        nn.Module.__init__(self)  # not Linear's, which would make weights of its own
+        self.in_features, self.out_features = plain.in_features, plain.out_features
+        self.weight, self.bias = plain.weight, plain.bias
+        self.adapters: dict[str, LowRank] = nn.ModuleDict()  # type: ignore[assignment]  # a dict, as far as we use it
+        self.in_use = in_use
+        self.wide = wide
+        self.train(plain.training)
+
+    def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- the name in torch
+        out = functional.linear(input, self.weight, self.bias)
+        name = self.in_use.name
+        if name is None or name not in self.adapters:
+            return out
+        change = self.adapters[name]
+        thin = _WideLinear.apply if self.wide else functional.linear
+        low: Tensor = thin(input, change.down)
+        return out + functional.linear(low * change.scale, change.up)
+
+
+class LowRank(nn.Module):
+    """One layer's part of one adapter."""
+
+    def __init__(self, pair: Pair, scale: float, *, like: Tensor, dtype: torch.dtype) -> None:
+        super().__init__()
+        self.down, self.up = (nn.Parameter(part.to(like.device, dtype, copy=True).contiguous()) for part in pair)
+        self.scale = scale
+
+    def product(self) -> Tensor:
+        """[out, in] the change of the weight, in float64."""
+        return self.scale * (self.up.double() @ self.down.double())
+
+
+class _WideLinear(torch.autograd.Function):
+    """`x weight^T` for few outputs, summed in float64.
+
+    A CPU's rows of a thin product can round differently with the number of rows around them; in float64 they agree
+    before the result is rounded, so packing and batching change nothing. What is kept for the backward pass is the
+    input as it came, which layers with the same input share.
+    """
+
+    @staticmethod
+    def forward(context: Any, x: Tensor, weight: Tensor) -> Tensor:  # noqa: ANN401 -- autograd's own
+        context.save_for_backward(x, weight)
+        return functional.linear(x.double(), weight.double()).to(x.dtype)
+
+    @staticmethod
+    def backward(context: Any, grad: Tensor) -> tuple[Tensor | None, Tensor]:  # noqa: ANN401
+        x, weight = context.saved_tensors
+        x_grad = grad @ weight if context.needs_input_grad[0] else None
+        return x_grad, grad.flatten(0, -2).t() @ x.flatten(0, -2)
+
+
+def linear_layers(module: PreTrainedModel) -> dict[str, nn.Linear]:
+    """Every linear layer below the output head, by its name in the module. Fused experts are none."""
+    trunk = module.base_model
+    prefix = "" if trunk is module else f"{module.base_model_prefix}."
+    return {prefix + name: layer for name, layer in trunk.named_modules() if isinstance(layer, nn.Linear)}
+
+
+def new_adapter(module: PreTrainedModel, settings: Settings, targets: Sequence[str], seed: int) -> Adapter:
+    """An adapter that changes nothing yet, as PEFT begins: `up` is zero, `down` uniform as in a new linear layer."""
+    layers = linear_layers(module)
+    made = {}
+    for name in chosen_layers(layers, targets, type(module).__name__):
+        generator = torch.Generator().manual_seed(derive(seed, name))
+        down = torch.empty(settings.rank, layers[name].in_features)
+        nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=generator)
+        made[name] = Pair(down, torch.zeros(layers[name].out_features, settings.rank))
+    return Adapter(settings, made)
+
+
+def chosen_layers(layers: Mapping[str, object], targets: Sequence[str], kind: str) -> list[str]:
+    """The layers that `target_modules` means: all, or those whose names end in one of the targets."""
+    key = f"actor_rollout_ref.model.target_modules = {list(targets)}"
+    if not layers:
+        raise ConfigError(f"{key}: {kind} has no plain linear layer", "set lora_rank=0: train its weights instead")
+    if ALL_LINEAR in targets:
+        return list(layers)
+    for target in targets:
+        if not any(_ends_in(name, target) for name in layers):
+            endings = sorted({name.rpartition(".")[2] for name in layers})
+            near = difflib.get_close_matches(target.rpartition(".")[2], endings, n=2)
+            meant = f"; did you mean {' or '.join(near)}?" if near else ""
+            raise ConfigError(
+                f"{key}: no linear layer below the head of {kind} is called {target}{meant}",
+                f"choose among {', '.join(endings)}, or {ALL_LINEAR}",
+            )
+    return [name for name in layers if any(_ends_in(name, target) for target in targets)]
+
+
+def shortest_targets(layers: Mapping[str, object], adapted: Sequence[str]) -> list[str]:
+    """Names for `target_modules` that mean just these layers: their last parts where that is enough."""
+    endings = {name.rpartition(".")[2] for name in adapted}
+    meant = {name for name in layers if any(_ends_in(name, ending) for ending in endings)}
+    return sorted(endings) if meant == set(adapted) else sorted(adapted)
+
+
+def _ends_in(name: str, target: str) -> bool:
+    return name == target or name.endswith(f".{target}")
+
+
+def _by_pattern(patterns: Mapping[str, Number], layer: str, default: Number) -> Number:
+    """PEFT's rule: the first pattern that is the end of the name."""
+    for pattern, value in patterns.items():
+        if re.match(rf"(.*\.)?({pattern})$", layer):
+            return value
+    return default
+
+
+def _check_shapes(layer: str, plain: nn.Linear, pair: Pair) -> None:
+    wanted = (plain.in_features, plain.out_features)
+    given = (pair.down.shape[1], pair.up.shape[0])
+    if wanted != given:
+        raise ModelError(
+            f"the adapter of {layer} takes {given[0]} numbers to {given[1]}, the layer {wanted[0]} to {wanted[1]}",
+            "use the model the adapter was made for",
+        )
