@@ -33,10 +33,7 @@ def test_training_config_builds_the_tree():
     tree = TrainingConfig("m", train_batch_size=100, learning_rate=3e-6, clip_epsilon=0.1, kl_coef=0.01).to_config()
     actor = tree.actor_rollout_ref.actor
     assert tree.actor_rollout_ref.model.path == "m"
-    assert (tree.actor_rollout_ref.model.dtype, tree.actor_rollout_ref.model.enable_gradient_checkpointing) == (
-        "auto",
-        True,
-    )
+    assert (tree.actor_rollout_ref.model.dtype, tree.memory.recompute) == ("auto", "full")
     assert (tree.data.train_batch_size, actor.ppo_mini_batch_size) == (100, 100)
     assert (actor.optim.lr, actor.clip_ratio, actor.kl_loss_coef, actor.use_kl_loss) == (3e-6, 0.1, 0.01, True)
     assert TrainingConfig("m", kl_coef=0).to_config().actor_rollout_ref.actor.use_kl_loss is False
@@ -88,9 +85,9 @@ def test_strategies_of_document_004():
     config = TrainingConfig(
         gradient_checkpointing=True,
     )
-    assert config.to_config().actor_rollout_ref.model.enable_gradient_checkpointing is True
+    assert config.to_config().memory.recompute == "full"
     off = TrainingConfig(gradient_checkpointing=False).to_config()
-    assert off.actor_rollout_ref.model.enable_gradient_checkpointing is False
+    assert off.memory.recompute == "none"
 
     config = TrainingConfig(
         bf16=True,  # Recommended for Ampere+ GPUs
@@ -103,12 +100,14 @@ def test_strategies_of_document_004():
 
     # 8-bit (good quality, ~50% memory reduction)
     config = AgentConfig(use_8bit=True)
-    with pytest.raises(ConfigError, match="use_8bit = true: quantised weights come in a later release"):
-        config.to_config()
+    assert TrainingConfig(use_lora=True).to_config(config).actor_rollout_ref.model.quantization == "int8"
     # 4-bit (aggressive, ~75% memory reduction)
     config = AgentConfig(use_4bit=True)
-    with pytest.raises(ConfigError, match="use_4bit = true"):
-        config.overrides()
+    assert TrainingConfig(use_lora=True).to_config(config).actor_rollout_ref.model.quantization == "nf4"
+    with pytest.raises(ConfigError, match="only weights that are not trained can be quantised"):
+        config.to_config()
+    with pytest.raises(ConfigError, match="use_8bit = true, use_4bit = true"):
+        AgentConfig(use_8bit=True, use_4bit=True).overrides()
 
     config = TrainingConfig(
         per_device_train_batch_size=1,

@@ -37,6 +37,19 @@ def test_every_renamed_key_leads_to_a_key_and_is_not_one():
         (f"{ARR}rollout.val_kwargs.do_sample=False", f"{ARR}rollout.val_kwargs.temperature", 0.0),
         (f"{ARR}rollout.val_kwargs.do_sample=True", f"{ARR}rollout.val_kwargs.temperature", 1.0),
         (f"{ARR}actor.optim.lr_warmup_steps=null", f"{ARR}actor.optim.lr_warmup_steps", -1),
+        *(
+            (f"{ARR}actor.optim.optimizer={given}", f"{ARR}actor.optim.optimizer", ours)
+            for given, ours in (
+                ("AdamW", "adamw"),
+                ("Adam", "adamw"),
+                ("adamw", "adamw"),
+                ("null", "adamw"),
+                ("AdamW8bit", "adamw_8bit"),
+                ("adamw_bnb_8bit", "adamw_8bit"),
+                ("SGD", "sgd"),
+            )
+        ),
+        ("critic.optim.optimizer=SGD", "critic.optim.optimizer", "sgd"),
         ("critic.grad_clip=0.5", "critic.optim.clip_grad", 0.5),
         ("critic.learning_rate=1e-4", "critic.optim.lr", 1e-4),
         ("critic.optim.warmup_style=cosine", "critic.optim.lr_scheduler_type", "cosine"),

@@ -246,3 +246,15 @@ def test_what_a_run_needs():
         "  reward.functions = []: no reward; give a built-in (reward=gsm8k) or your own file (reward=my_reward.py)\n"
         "  trainer.nnodes = 2: several machines come in a later release; set trainer.nnodes=1"
     )
+
+
+@pytest.mark.parametrize(
+    "override",
+    [
+        "data.curriculum=true", "environment.name=tools", "algorithm.rollout_correction.rollout_is=token",
+        "algorithm.rollout_correction.bypass_mode=true",
+    ],
+)  # fmt: skip
+def test_supervised_training_has_no_samples(override):
+    with pytest.raises(ConfigError, match=f"{override.split('=')[0]} = .*: supervised training samples nothing"):
+        load_mapping({}, ["algorithm=sft", override])

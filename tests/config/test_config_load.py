@@ -131,6 +131,7 @@ def test_a_wrong_key_is_not_reported_again_by_the_rules_that_read_it():
         ("reward.max_failure_fraction=2",
          "reward.max_failure_fraction = 2: must be a number at least 0 and at most 1"),
         ("data.columns=x", "data.columns = 'x': must be a mapping of keys to values"),
+        ("data.mixing_weights={sums: 1, words: 0}", "data.mixing_weights.words = 0: must be a number above 0"),
         ("data.columns={query: x}",
          "data.columns.query = 'x': names no column of ours; they are prompt, target, source, completion"),
         ("reward=[{named: gsm8k}]", "reward.functions[0].named = 'gsm8k': unknown key; did you mean name?"),
@@ -298,6 +299,7 @@ def test_basic_ppo_of_the_seeds():
     assert loaded.config.trainer.logger == ["console", "wandb"]
     assert loaded.notices == [
         "actor_rollout_ref.actor.learning_rate is read as actor_rollout_ref.actor.optim.lr = 1e-06",
+        "actor_rollout_ref.model.enable_gradient_checkpointing is read as memory.recompute = 'full'",
         "no effect here (the rollout uses the trainer's own weights): "
         "actor_rollout_ref.rollout.tensor_model_parallel_size",
     ]

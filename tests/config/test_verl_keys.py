@@ -72,8 +72,8 @@ def test_every_usual_key_has_a_verdict(key, value):
          "no effect here (there is no Ray controller): ray_kwargs.ray_init.num_cpus"),
         ([f"{ARR}model.use_remove_padding=True"],
          f"no effect here (padding is never computed): {ARR}model.use_remove_padding"),
-        (["critic.ppo_epochs=3", "critic.optim.optimizer=SGD"],
-         "no effect here (there is no critic): critic.ppo_epochs, critic.optim.optimizer"),
+        (["critic.ppo_epochs=3", "critic.optim.num_cycles=2"],
+         "no effect here (there is no critic): critic.ppo_epochs, critic.optim.num_cycles"),
         (["algorithm.filter_groups.metric=acc"],
          "no effect here (only read by features that are off): algorithm.filter_groups.metric"),
         ([f"{ARR}actor.fsdp_config.{name}=1" for name in "abcdef"],
@@ -109,8 +109,10 @@ def test_what_is_off_needs_no_word(override):
          "(and 1 more of its keys)"),
         ([f"{ARR}rollout.multi_turn.enable=True"], f"{ARR}rollout.multi_turn.enable",
          "verl's tool and agent classes do not load here; name an environment instead, such as environment.name=tools"),
-        ([f"{ARR}actor.optim.optimizer=SGD"], f"{ARR}actor.optim.optimizer",
-         "optimizers other than AdamW come in a later release"),
+        ([f"{ARR}actor.optim.optimizer=Muon"], f"{ARR}actor.optim.optimizer",
+         "other optimizers come in a later release; there are adamw, adamw_8bit and sgd"),
+        ([f"{ARR}actor.optim.optimizer_impl=torch_optimizer"], f"{ARR}actor.optim.optimizer_impl",
+         "other optimizers come in a later release; there are adamw, adamw_8bit and sgd"),
         (["data.image_key=pictures"],
          "data.image_key", "images, video and sound come in a later release; train on text"),
     ],
@@ -151,7 +153,7 @@ def test_the_whole_recipe_of_dapo_is_read():
     assert config.actor_rollout_ref.actor.clip_ratio_high == 0.28
 
 
-@pytest.mark.parametrize("override", ["critic.ppo_epochs=2", "critic.optim.optimizer=SGD"])
+@pytest.mark.parametrize("override", ["critic.ppo_epochs=2", "critic.optim.optimizer_impl=mine"])
 def test_keys_of_a_critic_matter_when_there_is_one(override):
     key = override.split("=")[0]
     assert list(load_mapping({}, ["algorithm.adv_estimator=gae", override]).config.later) == [key]

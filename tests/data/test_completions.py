@@ -7,7 +7,7 @@ import pytest
 from ullage.base.errors import DataError
 from ullage.config.tree import Data
 from ullage.data.completions import demonstrations_of
-from ullage.data.prompts import load_prompts
+from ullage.data.prompts import fingerprint, load_prompts
 
 USER = {"role": "user", "content": "hi"}
 END = 2
@@ -72,7 +72,7 @@ def test_overlong_answers(tmp_path, tokenizer):
     cut = texts(rows, tmp_path, tokenizer, max_response_length=4, overlong_prompts="right")
     assert cut == ["1234", "12<|im_end|>"]
     with pytest.raises(
-        DataError, match=r"row 1 of train: its completion has 6 tokens, over data.max_response_length=4"
+        DataError, match=r"/train.jsonl:1: its completion has 6 tokens, over data.max_response_length=4"
     ):
         learn(rows, tmp_path, tokenizer, max_response_length=4, overlong_prompts="error")
     with pytest.raises(DataError, match="all 2 completions are longer"):
@@ -81,9 +81,26 @@ def test_overlong_answers(tmp_path, tokenizer):
 
 def test_a_row_without_an_answer_is_named(tmp_path, tokenizer):
     rows = [{"prompt": "a", "completion": "1"}, {"prompt": "b", "answer": "2"}]
-    with pytest.raises(DataError, match=r"row 2 of train: no completion to learn from") as caught:
+    with pytest.raises(DataError, match=r"/train.jsonl:2: no completion to learn from") as caught:
         learn(rows, tmp_path, tokenizer)
     assert "data.columns.completion=<column>" in caught.value.remedy
+
+
+def test_a_row_is_named_by_its_own_file(tmp_path, tokenizer):
+    files = [tmp_path / name for name in ("good.jsonl", "bad.jsonl")]
+    files[0].write_text('{"prompt": "a", "completion": "1", "data_source": "sums"}\n' * 3)
+    files[1].write_text('{"prompt": "a", "completion": "1", "data_source": "sums"}\n\n{"prompt": "b"}\n')
+    prompts = load_prompts([str(file) for file in files], Data(), tokenizer)
+    assert [prompt.where.rpartition("/")[2] for prompt in prompts.prompts] == [
+        "good.jsonl:1", "good.jsonl:2", "good.jsonl:3", "bad.jsonl:1", "bad.jsonl:3"
+    ]  # fmt: skip
+    with pytest.raises(DataError, match=r"/bad\.jsonl:3: no completion to learn from"):
+        demonstrations_of(prompts.prompts, Data(), tokenizer, frozenset({END}))
+    files[0].rename(tmp_path / "moved.jsonl")
+    moved = load_prompts([str(tmp_path / "moved.jsonl"), str(files[1])], Data(), tokenizer)
+    assert moved.prompts[0].where != prompts.prompts[0].where
+    sourced = [p for p in moved.prompts if p.source == "sums"]
+    assert fingerprint(sourced) == fingerprint([p for p in prompts.prompts if p.source == "sums"])
 
 
 def test_an_answer_must_be_text(tmp_path, tokenizer):

@@ -52,6 +52,29 @@ def test_each_source_walks_its_own_rows_and_begins_its_own_epochs():
     assert {name: part.epoch for name, part in sampler.parts.items()} == {"sums": 1, "words": 1}
 
 
+def test_a_draw_reaches_into_the_next_epoch():
+    sampler = mixture({"odd": 2, "rest": 1}, 3, rows={"odd": [0, 1, 2], "rest": [3, 4, 5, 6]})
+    batches = draw(sampler, 3)
+    assert [[row for row in batch if row < 3] for batch in batches] == [[0, 1], [2, 0], [1, 2]]
+    assert [[row for row in batch if row > 2] for batch in batches] == [[3], [4], [5]]
+
+
+@repeatable
+@given(size=st.integers(1, 9), weight=st.integers(1, 9), shuffle=st.booleans(), seed=st.integers(0, 99))
+def test_every_row_of_a_source_comes_once_per_walk(size, weight, shuffle, seed):
+    rows = {"a": list(range(size)), "b": list(range(size, size + 60))}
+    weight = min(weight, size)
+    sampler = mixture({"a": weight, "b": 3}, weight + 3, rows=rows, shuffle=shuffle, seed=seed)
+    walked = Counter()
+    for number in range(1, 40):
+        batch = [row for row in sampler.next_batch() if row < size]
+        assert len(set(batch)) == len(batch) == weight
+        walked.update(batch)
+        if number * weight % size == 0:
+            assert set(walked.values()) == {number * weight // size}
+            assert len(walked) == size
+
+
 def test_an_epoch_is_as_many_batches_as_all_rows_fill():
     assert mixture({"sums": 5, "words": 1}).batches_per_epoch == 2  # ten rows in fours
 

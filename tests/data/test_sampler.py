@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from ullage.base.errors import DataError
-from ullage.data.sampler import Sampler
+from ullage.data.sampler import Sampler, Walk
 
 # The same examples on every machine, however slow it is.
 repeatable = settings(derandomize=True, deadline=None)
@@ -20,6 +20,26 @@ def test_order_without_shuffling():
     assert sampler.batches_per_epoch == 2
     assert draw(sampler, 3) == [[0, 1, 2], [3, 4, 5], [0, 1, 2]]
     assert (sampler.epoch, sampler.cursor) == (1, 3)
+
+
+def test_a_walk_leaves_no_row_out():
+    walk = Walk(3, 1, seed=1, shuffle=False)
+    assert [walk.draw(2) for _ in range(3)] == [[0, 1], [2, 0], [1, 2]]
+    assert [walk.draw(0), walk.draw(3), walk.draw(1)] == [[], [0, 1, 2], [0]]
+
+
+def test_a_shuffled_walk_puts_off_what_the_draw_already_has():
+    orders = [Sampler(5, 5, seed=3, shuffle=True, epoch=epoch).next_batch() for epoch in range(2)]
+    assert orders == [[3, 2, 0, 4, 1], [0, 4, 3, 1, 2]]
+    walk = Walk(5, 1, seed=3, shuffle=True)
+    assert walk.draw(3) == [3, 2, 0]
+    assert walk.draw(4) == [4, 1, 0, 3]  # 4 and 1 come again, but last
+    state = json.loads(json.dumps(walk.state()))
+    assert walk.draw(3) == [2, 4, 1]
+    resumed = Walk(5, 1, seed=3, shuffle=True)
+    resumed.restore(state)
+    assert resumed.state() == state
+    assert resumed.draw(3) == [2, 4, 1]
 
 
 def test_order_is_pinned():

@@ -7,6 +7,7 @@ import torch
 from runs import assert_same_run, metrics_of, samples_of
 
 KEY = "sk-never-shown-91"
+VOCABULARY = 36
 
 
 @pytest.fixture(scope="module")
@@ -66,6 +67,10 @@ def test_ppo_with_all_four_roles_resumes_bit_for_bit(ullage, task, tmp_path, rew
     assert rows[2]["actor/kl_ref"] > 0
     assert rows[0]["eval/val/mean@2"] != 0
     assert not any("pass@" in name for row in rows for name in row)
+    memory = [json.loads(line) for line in (tmp_path / "whole" / "memory.jsonl").read_text().splitlines()]
+    # Embedding, two layers (attention, MLP, two norms), final norm, head; float32.
+    numbers = VOCABULARY * 32 + 2 * (2 * 32 * 32 + 2 * 32 * 16 + 3 * 32 * 64 + 2 * 32) + 32 + 32
+    assert {row["components"]["reward_model"] for row in memory} == {4 * numbers}
     first = json.loads(samples_of(tmp_path / "whole")["step_1.jsonl"].splitlines()[0])
     assert set(first["reward_parts"]) == {"reward", "reward_model"}
 

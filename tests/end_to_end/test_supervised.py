@@ -80,4 +80,4 @@ def test_rows_without_an_answer_are_refused(ullage, task, tmp_path):
     data = write_lines(tmp_path / "plain.jsonl", [{"prompt": "12=", "answer": "12"}] * 20)
     outcome = ullage(*task.arguments(tmp_path, "none", **keys(tmp_path, data__train_files=data)))
     assert outcome.code == 65
-    assert "row 1 of plain: no completion to learn from" in outcome.stderr
+    assert f"{data}:1: no completion to learn from" in outcome.stderr

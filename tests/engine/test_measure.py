@@ -12,15 +12,19 @@ from ullage.engine.measure import MemoryProbe
 MIB = 1 << 20
 
 
-def test_components_are_what_was_registered():
+def test_what_no_owner_holds_is_the_phases_own(monkeypatch):
     probe = MemoryProbe(CPU)
     probe.register("weights", 10)
     probe.register("kv_cache", 20)
     probe.register("weights", 30)
-    probe.start_phase()
-    allocated, reserved, components = probe.end_phase()
-    assert components == {"weights": 30, "kv_cache": 20}
-    assert allocated == reserved > 10 * MIB
+    context = probe.owners["context"]  # the interpreter and its libraries
+    assert context > 10 * MIB
+    known = {"context": context, "weights": 30, "kv_cache": 20}
+    for peak, activations in ((context + 1050, 1000), (context + 60, 10), (context, 0)):
+        monkeypatch.setattr("ullage.engine.measure._resident_peak", lambda peak=peak: peak)
+        probe.start_phase()
+        assert probe.end_phase() == (peak, peak, known | {"activations": activations})
+    assert probe.highest == known | {"activations": 1000}
 
 
 def _can_reset():

@@ -1,13 +1,15 @@
-"""The optimizer: torch's AdamW and clipping, in place, with flat buckets and a float32 master."""
+"""The optimizer: torch's AdamW and clipping, in place, with flat buckets, a float32 master or stochastic rounding."""
 
 import math
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from ullage.base.communicator import Solo
+from ullage.base.errors import ConfigError
 from ullage.config.tree import Optim
-from ullage.engine.optimizer import Optimizer, learning_rate
+from ullage.engine.optimizer import Levers, Optimizer, learning_rate
 
 SHAPES = ((5, 3), (7,), (2, 2, 2))
 
@@ -129,6 +131,134 @@ def test_bfloat16_with_a_master_loses_no_update():
     assert torch.equal(narrow[0][1].detach(), master.bfloat16())
 
 
+def moved_by_tiny_steps(rounding):
+    """200 steps of 1e-6 on 4096 weights of 0.5, where bfloat16's own spacing is 0.002 below and 0.004 above."""
+    weight = torch.nn.Parameter(torch.full((4096,), 0.5, dtype=torch.bfloat16))
+    config = Optim(lr=1e-6, weight_decay=0.0, clip_grad=1e9)
+    optimizer = Optimizer([("weight", weight)], config, Levers(rounding=rounding), seed=1)
+    for _ in range(200):
+        weight.grad.fill_(-1.0)
+        optimizer.step(1e-6, Solo())
+    return optimizer, weight.detach()
+
+
+def test_stochastic_rounding_moves_in_expectation_what_nearest_would_not():
+    optimizer, weight = moved_by_tiny_steps("stochastic")
+    assert optimizer.master is None
+    # A step up goes a whole spacing (2**-8) with odds of 1e-6 / 2**-8.
+    moved = 200 * 1e-6
+    error = math.sqrt(moved * 2**-8 / 4096)
+    assert abs((weight.double() - 0.5).mean() - moved) < 4 * error
+    assert set(weight.tolist()) > {0.5}
+    # The master has moved as well, but nothing of it shows yet.
+    master, weight = moved_by_tiny_steps("master")
+    assert master.tensors()["master/weight"].mean().item() == pytest.approx(
+        0.5 + moved, abs=200 * 2**-25
+    )  # float32 rounds too
+    assert set(weight.tolist()) == {0.5}
+    assert torch.equal(weight + torch.tensor(1e-6).bfloat16(), weight)
+
+
+def test_stochastic_rounding_follows_the_seed_and_the_step():
+    def weights(seed, steps):
+        weight = torch.nn.Parameter(torch.ones(1000, dtype=torch.bfloat16))
+        optimizer = Optimizer([("weight", weight)], Optim(clip_grad=1e9), Levers(rounding="stochastic"), seed=seed)
+        for _ in range(steps):
+            weight.grad.fill_(1.0)
+            optimizer.step(1e-3, Solo())
+        return weight.detach()
+
+    assert torch.equal(weights(1, 3), weights(1, 3))
+    assert not torch.equal(weights(1, 3), weights(2, 3))
+    # Other weights are rounded down in the second step than in the first: about a quarter or half of them would be.
+    assert len(weights(1, 2).unique()) == 3
+
+
+@pytest.mark.parametrize(
+    ("rule", "dtype", "levers", "cause"),
+    [
+        ("adamw_8bit", torch.float32, Levers(state="host"), "adamw_8bit is not stepped on the host"),
+        ("adamw", torch.bfloat16, Levers(state="host", rounding="stochastic"),
+         "an optimizer on the host keeps a float32 master there, so nothing is left to round stochastically"),
+        ("adamw", torch.float16, Levers(rounding="stochastic"),
+         "stochastic rounding needs bfloat16 weights; these are float16"),
+    ],
+)  # fmt: skip
+def test_levers_that_do_not_go_together_are_refused(rule, dtype, levers, cause):
+    parameters = make_parameters(dtype)
+    with pytest.raises(ConfigError) as caught:
+        Optimizer(parameters, Optim(optimizer=rule), levers)
+    assert caught.value.cause == cause
+    assert all(parameter.grad is None for _, parameter in parameters)
+
+
+class LargestResult(TorchDispatchMode):
+    """Elements of the largest tensor that any operation has made anew."""
+
+    def __init__(self):
+        super().__init__()
+        self.numel = 0
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        result = operation(*args, **(kwargs or {}))
+        known = {tensor.untyped_storage()._cdata for tensor in args if isinstance(tensor, torch.Tensor)}
+        if isinstance(result, torch.Tensor) and result.untyped_storage()._cdata not in known:
+            self.numel = max(self.numel, result.numel())
+        return result
+
+
+@pytest.mark.parametrize("rule", ["adamw", "adamw_8bit"])
+@pytest.mark.parametrize("levers", [Levers(), Levers(rounding="stochastic"), Levers(state="streamed")])
+def test_a_step_makes_nothing_larger_than_a_piece(rule, levers):
+    parameters = [("weight", torch.nn.Parameter(torch.randn(9000).bfloat16()))]
+    optimizer = Optimizer(parameters, Optim(optimizer=rule), levers, piece=512)
+    give_gradient(parameters, 0)
+    with LargestResult() as seen:
+        assert optimizer.step(1e-3, Solo()) > 1
+    assert seen.numel <= 512
+
+
+@pytest.mark.parametrize(("before", "after"), [("device", "host"), ("host", "streamed"), ("streamed", "device")])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_checkpoint_does_not_know_where_state_was(dtype, before, after):
+    config = Optim(lr=1e-2)
+    parameters = make_parameters(dtype)
+    optimizer = Optimizer(parameters, config, Levers(state=before))
+    give_gradient(parameters, 0)
+    optimizer.step(1e-2, Solo())
+    again = [(name, torch.nn.Parameter(torch.zeros_like(parameter))) for name, parameter in parameters]
+    other = Optimizer(again, config, Levers(state=after))
+    with torch.no_grad():
+        for (_, new), (_, old) in zip(again, parameters, strict=True):
+            new.copy_(old)
+    other.restore({name: tensor.clone() for name, tensor in optimizer.tensors().items()})
+    assert other.num_steps == 1
+    for which, resumed in ((parameters, optimizer), (again, other)):
+        give_gradient(which, 1)
+        resumed.step(1e-2, Solo())
+    assert torch.equal(flat(parameters), flat(again))
+    assert optimizer.tensors().keys() == other.tensors().keys()
+
+
+def test_a_checkpoint_of_another_optimizer_is_refused():
+    saved = Optimizer(make_parameters(), Optim(optimizer="sgd")).tensors()
+    assert saved.keys() == {"step"}
+    optimizer = Optimizer(make_parameters(), Optim())
+    with pytest.raises(ConfigError) as caught:
+        optimizer.restore(saved | {"step": torch.tensor(9)})
+    assert caught.value.cause == "the checkpoint's optimizer state has no exp_avg/layer.0"
+    assert optimizer.num_steps == 0
+
+
+def test_weights_rounded_stochastically_are_their_own_master():
+    parameters = make_parameters(torch.bfloat16)
+    saved = Optimizer(parameters, Optim(), Levers(rounding="stochastic")).tensors()
+    optimizer = Optimizer(parameters, Optim())
+    optimizer.master.zero_()
+    optimizer.restore(saved)
+    assert torch.equal(optimizer.master.double(), flat(parameters))
+
+
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_restore_continues_exactly(dtype):
     config = Optim(lr=1e-2)
@@ -160,11 +290,28 @@ def test_moments_exist_before_the_first_step():
     assert plain.nbytes() == {"gradients": 30 * 4, "optimizer": 2 * 30 * 4, "master": 0}
 
 
+def test_bfloat16_gradients_are_clipped_in_float32():
+    """3, 4 to a norm of 1: 0.6 and 0.8 are not bfloat16 numbers, and the first moment sees them as they are."""
+    parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))
+    optimizer = Optimizer([("weight", parameter)], Optim(clip_grad=1.0, betas=(0.9, 0.99)))
+    parameter.grad.copy_(torch.tensor([3.0, 4.0]))
+    assert optimizer.step(1e-3, Solo()) == 5.0
+    assert optimizer.tensors()["exp_avg/weight"].tolist() == pytest.approx([0.06, 0.08], rel=1e-6)
+
+
 class _Twice(Solo):
     """Another rank with the same gradient."""
 
     def sum_tensor_(self, tensor):
         tensor.mul_(2)
+
+
+def test_gradients_on_the_host_are_summed_over_ranks_there():
+    parameter = torch.nn.Parameter(torch.zeros(2))
+    optimizer = Optimizer([("weight", parameter)], Optim(clip_grad=100.0, optimizer="sgd"), Levers(gradients="host"))
+    (parameter * torch.tensor([3.0, 4.0])).sum().backward()
+    assert optimizer.step(0.5, _Twice()) == 10.0
+    assert parameter.tolist() == [-3.0, -4.0]
 
 
 def test_gradients_are_summed_over_ranks_before_the_norm():

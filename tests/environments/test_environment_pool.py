@@ -190,6 +190,45 @@ def test_arguments_that_it_does_not_take(tmp_path):
     assert "environment.kwargs" in refused.value.remedy
 
 
+@pytest.mark.parametrize(("limits", "expected"), [((64, 4096), 256), ((64, 100), 36), ((64, 64), 1)])
+def test_a_pool_says_how_many_episodes_it_can_play_at_once(tmp_path, monkeypatch, limits, expected):
+    """By the open files that a process may have; a limit that may be raised is."""
+    (tmp_path / "sitecustomize.py").write_text(
+        f"import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, {limits})\n"
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path), prepend=os.pathsep)
+    pool = make_pool(tmp_path, num_workers=2)
+    try:
+        assert pool.max_episodes == 2 * expected
+        episodes = [pool.reset(row("a")) for _ in range(min(pool.max_episodes, 80))]
+        assert pool.collect() == [(episode, None, None) for episode in episodes]
+    finally:
+        pool.close()
+
+
+def test_descriptors_above_a_thousand(tmp_path):
+    """As where a library of the environment holds many files; `select` cannot wait for such a descriptor."""
+    raised = "files = resource.RLIMIT_NOFILE\nresource.setrlimit(files, (2048, resource.getrlimit(files)[1]))"
+    held = "held = [os.open('/dev/null', os.O_RDONLY) for _ in range(1100)]"
+    pool = make_pool(tmp_path, f"import os, resource\n{raised}\n{held}\n{COUNTER}")
+    try:
+        episode = pool.reset(row("a"))
+        pool.step(episode, "go")
+        assert pool.collect() == [(episode, None, None), (episode, Turn("a 1 ['a']", 1), None)]
+    finally:
+        pool.close()
+
+
+def test_an_environment_is_told_the_limit_of_a_call(tmp_path):
+    pool = make_pool(tmp_path, COUNTER.replace("{shared}", "{self.row.seconds}"), timeout_seconds=7.5)
+    try:
+        episode = pool.reset(row("a"))
+        pool.step(episode, "go")
+        assert pool.collect()[1] == (episode, Turn("a 1 7.5", 1), None)
+    finally:
+        pool.close()
+
+
 def test_too_many_episodes_cost_those_that_are_too_many(tmp_path):
     source = "import resource\nresource.setrlimit(resource.RLIMIT_NOFILE, (24, 24))\n" + COUNTER
     pool = make_pool(tmp_path, source)
@@ -210,6 +249,17 @@ def test_a_name_is_checked_with_the_config(name):
     (problem,) = problems(Config.model_validate({"environment": {"name": name}}))
     assert (problem.path, problem.value) == ("environment.name", name)
     assert problem.rule.startswith("unknown; known are reasoning_gym, tools, verifiers; or give a dotted module")
+
+
+@pytest.mark.parametrize(("seconds", "refused"), [(9.9, False), (10, True), (60.0, True)])
+def test_a_program_needs_less_time_than_a_call_may_take(seconds, refused):
+    environment = {"name": "tools", "kwargs": {"tools": ["python"], "python_seconds": seconds}}
+    found = list(problems(Config.model_validate({"environment": environment})))
+    assert [(problem.path, problem.value) for problem in found] == (
+        [("environment.kwargs.python_seconds", seconds)] if refused else []
+    )
+    assert all(problem.rule.startswith("must be less than reward.timeout_seconds = 10") for problem in found)
+    assert not list(problems(Config.model_validate({"environment": {**environment, "name": "mine.py"}})))
 
 
 def test_the_python_tool_is_refused_where_no_sandbox_works(tmp_path, monkeypatch):

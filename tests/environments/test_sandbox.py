@@ -143,6 +143,41 @@ def test_memory_is_limited(command):
     assert "MemoryError" in output or "killed; it may use 256 MiB of memory" in output
 
 
+@pytest.mark.parametrize(
+    "code",
+    [
+        "shared = mmap.mmap(-1, 600 << 20)",
+        "shared = mmap.mmap(os.open('/dev/zero', os.O_RDWR), 600 << 20)",
+        "os.ftruncate(os.memfd_create('memory'), 600 << 20)",
+        "assert system.shmget(0, 64 << 20, 0o1600) >= 0",
+        "assert system.msgget(0, 0o1600) >= 0",
+    ],
+    ids=["shared mapping", "device", "file without a name", "System V segment", "System V queue"],
+)
+def test_memory_is_limited_whatever_it_is_called(command, code):
+    """What is shared is no data of the process; what has a number of its own is not even in its address space."""
+    begin = "import ctypes, mmap, os\nsystem = ctypes.CDLL(None)\nprint('begun', flush=True)\n"
+    output, succeeded = run(command, f"{begin}{code}\nprint('has it')", Limits(memory_bytes=256 << 20))
+    assert not succeeded
+    assert output.startswith("begun\n")
+    assert "has it" not in output
+
+
+def test_a_program_may_use_what_it_is_given(command):
+    code = """
+import mmap, threading
+import numpy
+shared = mmap.mmap(-1, 200 << 20)
+shared.close()
+private = bytearray(150 << 20)
+threads = [threading.Thread(target=lambda: bytearray(1 << 20)) for _ in range(8)]
+for thread in threads: thread.start()
+for thread in threads: thread.join()
+print(numpy.arange(4).sum())
+"""
+    assert run(command, code, Limits(memory_bytes=256 << 20)) == ("6\n", True)
+
+
 @pytest.mark.parametrize("code", ["print(1)\0", "x = '" + "a" * 100_001 + "'", "\udc80"])
 def test_what_is_no_program_is_told(command, code):
     output, succeeded = run(command, code, LIMITS)

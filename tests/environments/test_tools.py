@@ -102,3 +102,26 @@ def test_python():
     turn = environment.step(call("python", code="open('/etc/shadow')"))
     assert turn.metrics["failed_tool_calls"] == 1
     assert turn.observation[0]["content"].startswith("Traceback")
+
+
+def test_the_calls_of_one_reply_share_its_time():
+    """Eight endless programs, each of which may take half a second: the reply takes less than its limit, not four."""
+    if not any_sandbox():
+        pytest.skip("no sandbox works on this machine")
+    environment = Environment(["calculator", "python"], python_seconds=0.5)
+    environment.reset(Row(prompt="", target=None, source="", extra={}, seed=0, seconds=0.75))
+    endless = call("python", code="while True: pass")
+    late = "Error: no time is left for it: all calls of one reply have 0.6 s together"
+    first, second, *others, last = environment.step(endless * 7 + call("calculator", expression="1")).observation
+    assert first["content"] == "Error: timeout after 0.5 s"
+    assert second["content"] in (late, "Error: timeout after 0.1 s")
+    assert {other["content"] for other in others} == {late}
+    assert last["content"] == "1"
+    again = environment.step(endless)
+    assert again == result("Error: timeout after 0.5 s", failed=1)
+
+
+@pytest.mark.parametrize("seconds", [0, -1, "5", None, float("nan"), float("inf"), True])
+def test_a_time_that_is_none(seconds):
+    with pytest.raises(ConfigError, match=r"environment\.kwargs\.python_seconds = .*: must be a number above 0"):
+        Environment(["python"], python_seconds=seconds)

@@ -72,7 +72,7 @@ class Game(vf.MultiTurnEnv):
         said = messages[-1]["content"].strip()
         if said == "break":
             raise LookupError("broken")
-        if said == state["answer"]:
+        if said == str(state["answer"]):
             state["won"] = True
             state["final_env_response"] = [{"role": "user", "content": "right"}]
             return []
@@ -109,9 +109,9 @@ def pool(request, tmp_path_factory):
     made.close()
 
 
-def played(pool, *actions):
+def played(pool, *actions, row=ROW):
     """What became of each action."""
-    episode = pool.reset(ROW)
+    episode = pool.reset(row)
     for action in actions:
         pool.step(episode, action)
     begun, *results = pool.collect()
@@ -123,6 +123,14 @@ def test_observations_and_the_rubrics_score(pool):
     assert played(pool, "7", " 6", "5") == [
         Turn([{"role": "user", "content": "not 7"}]),
         Turn([{"role": "user", "content": "not 6"}]),
+        Turn(reward=2.0, done=True),
+    ]
+
+
+def test_a_target_of_zero_is_one(pool):
+    row = Row(prompt="?", target=0, source="s", extra={}, seed=0)
+    assert played(pool, "1", "0", row=row) == [
+        Turn([{"role": "user", "content": "not 1"}]),
         Turn(reward=2.0, done=True),
     ]
 
@@ -163,6 +171,8 @@ def test_tool_calls_of_the_model_are_taken_apart(monkeypatch):
     assert message.content == "Look: "
     assert message.tool_calls == [SimpleNamespace(id="0", name="add", arguments='{"a": 1}')]
     assert environment._response("plain").message.tool_calls is None
+    unclosed = environment._response(text.partition("</tool_call>")[0]).message
+    assert (unclosed.content, unclosed.tool_calls) == ("Look: ", message.tool_calls)
     assert environment.tool_schemas == [
         {"type": "function", "function": {"name": "add", "description": "Adds.", "parameters": {"type": "object"}}}
     ]

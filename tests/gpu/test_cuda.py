@@ -97,6 +97,6 @@ def test_training_runs_and_resumes_in_bfloat16(tiny_model, tmp_path: Path):
     memory = [json.loads(line) for line in (tmp_path / "cuda" / "memory.jsonl").read_text().splitlines()]
     update = next(row for row in memory if row["phase"] == "update")
     weights = update["components"]["weights"]
-    assert update["components"]["master"] == 2 * weights
-    assert update["components"]["optimizer"] == 4 * weights
+    assert update["components"]["master"] == weights  # four bytes against two, of the actor and of the reference
+    assert update["components"]["optimizer"] == 2 * weights
     assert update["allocated_peak_bytes"] > sum(update["components"].values())

@@ -58,7 +58,7 @@ def updated(model, experience, config, limits, order=None):
     actor = Actor(model, config.actor_rollout_ref.actor, limits, Solo(), temperature=1.0, seed=3)
     with stay_double():
         if algorithm.selects:
-            batch = actor._selected(batch, algorithm)
+            batch = actor.selected(batch, algorithm)
         terms = actor.backward(batch, algorithm)
     selected = {}
     if batch.selected_NT is not None:
@@ -112,7 +112,7 @@ def test_the_loss_is_the_token_losses_aggregated(model, experience, name):
     actor = Actor(model, config.actor_rollout_ref.actor, WHOLE, Solo(), temperature=1.0, seed=3)
     with stay_double():
         if algorithm.selects:
-            batch = actor._selected(batch, algorithm)
+            batch = actor.selected(batch, algorithm)
         logprobs = actor.logprobs(batch, [torch.arange(len(batch.responses))])
         loss = sum(term.loss for term in actor.backward(batch, algorithm))
     mask = batch.mask_NT.double()

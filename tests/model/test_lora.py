@@ -182,7 +182,8 @@ def test_roles_share_weights_and_keep_their_adapters(tiny_model):
 
 
 @pytest.mark.invariant
-def test_recomputed_layers_meet_the_adapter_of_their_forward_pass(tiny_model):
+@pytest.mark.parametrize("together", [False, True])
+def test_recomputed_layers_meet_the_adapter_of_their_forward_pass(tiny_model, together):
     stage, limits = make_rollouts(), Limits(max_tokens=4096)
 
     def gradients(recompute):
@@ -194,8 +195,11 @@ def test_recomputed_layers_meet_the_adapter_of_their_forward_pass(tiny_model):
         if recompute:
             recompute_layers(actor.layers)
         for packed, _ in micro_batches(stage, actor, limits):
-            actor.logprobs(packed, temperature=1.0)[0].sum().backward()
-            critic.values(packed).square().sum().backward()
+            policy = actor.logprobs(packed, temperature=1.0)[0].sum()
+            if not together:
+                policy.backward()
+            value = critic.values(packed).square().sum()  # selects the critic's adapter
+            (policy + value if together else value).backward()
         return [parameter.grad for _, parameter in [*actor.named_parameters(), *critic.named_parameters()]]
 
     kept, recomputed = gradients(False), gradients(True)

@@ -1,8 +1,9 @@
 """A scoring service on the loopback address that says what a test wants, and remembers what it was asked."""
 
 import json
+import socket
 import threading
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
@@ -15,6 +16,11 @@ class LocalService:
     bodies: list = field(default_factory=list)
     headers: list = field(default_factory=list)
     paths: list = field(default_factory=list)
+
+
+class ManyCallers(ThreadingHTTPServer):
+    daemon_threads = True
+    request_queue_size = 256
 
 
 @contextmanager
@@ -45,8 +51,7 @@ def serving(answer):
         def log_message(self, *arguments):
             pass
 
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.daemon_threads = True
+    server = ManyCallers(("127.0.0.1", 0), Handler)
     service.url = f"http://127.0.0.1:{server.server_address[1]}"
     thread = threading.Thread(target=server.serve_forever, args=(0.02,), daemon=True)
     thread.start()
@@ -71,3 +76,25 @@ def free_url():
     port = server.server_address[1]
     server.server_close()
     return f"http://127.0.0.1:{port}/score"
+
+
+@contextmanager
+def saying(reply):
+    """The URL of a server that answers every call with these bytes, HTTP or not."""
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+
+        def answer():
+            with suppress(OSError):  # closed
+                while True:
+                    connection, _ = listener.accept()
+                    with connection:
+                        connection.recv(1 << 16)
+                        connection.sendall(reply)
+                        calls.append(reply)
+
+        calls = []
+        thread = threading.Thread(target=answer, daemon=True)
+        thread.start()
+        yield f"http://127.0.0.1:{listener.getsockname()[1]}", calls
+        listener.shutdown(socket.SHUT_RDWR)
+        thread.join()

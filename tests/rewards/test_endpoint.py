@@ -1,10 +1,12 @@
 """The reward `endpoint`, asked through the panel, against real servers that are slow, busy, broken or away."""
 
+import threading
 import time
 from contextlib import closing
 
+import httpx
 import pytest
-from local_service import free_url, in_turn, serving
+from local_service import free_url, in_turn, saying, serving
 
 from ullage.base.errors import ConfigError, ServiceError
 from ullage.config.tree import Reward, RewardFunction
@@ -150,12 +152,49 @@ def test_a_service_that_is_down_ends_the_run():
     assert caught.value.code == 69
     assert f"endpoint at {url} cannot be reached: " in caught.value.cause
     assert "Connection refused (3 attempts)" in caught.value.cause
+    assert caught.value.remedy == (
+        "see that the service runs, or give it more timeout_seconds, or raise reward.max_failure_fraction"
+    )
 
 
 def test_nobody_waits_again_for_a_service_that_is_away():
     with panel(endpoint(free_url(), retries=2, concurrency=1)) as opened:
         errors = [score.error for score in scored(opened, *(request(str(number)) for number in range(3)))]
     assert [error.endswith("(3 attempts)") for error in errors] == [True, False, False]
+
+
+def test_a_service_that_hangs_costs_less_from_the_second_question_on():
+    limit, answers = 0.45, in_turn(*[60.0] * 6, {"score": 1}, 60.0)
+    with (
+        serving(answers) as service,
+        panel(endpoint(service.url, concurrency=1, retries=2), timeout_seconds=limit) as opened,
+    ):
+        errors = [scored(opened, request("a"))[0].error for _ in range(8)]
+    waits = [error and error.rpartition("within ")[2] for error in errors]
+    short = "0.15 s, nor to an earlier question in 0.45 s"
+    # One attempt's share; the whole time again for every third, in case it is only slow; all again once it answers.
+    assert waits == ["0.45 s", short, short, "0.45 s", short, short, None, "0.45 s"]
+    assert len(service.bodies) == 8
+
+
+def test_one_slow_question_among_answers_is_no_silence():
+    answers = in_turn(60.0, {"score": 1})
+    with serving(answers) as service, panel(endpoint(service.url, concurrency=2), timeout_seconds=0.4) as opened:
+        slow, quick = scored(opened, request("a"), request("b"))
+        assert {slow.total, quick.total} == {None, 1.0}
+        service.answer = in_turn((503, "", {}), {"score": 2})
+        assert scored(opened, request("c"))[0].total == 2.0  # heard in full: it may try again
+
+
+def test_as_many_connections_as_calls():
+    together = threading.Barrier(110)
+
+    def answer(body):
+        together.wait(2)
+        return {"score": 1}
+
+    scores, _ = scores_of(answer, *(request("a") for _ in range(110)), concurrency=110, retries=0, timeout_seconds=2.5)
+    assert [score.total for score in scores] == [1.0] * 110
 
 
 def test_the_key_is_sent_and_never_shown(monkeypatch):
@@ -171,6 +210,57 @@ def test_the_key_is_sent_and_never_shown(monkeypatch):
     assert scores[2].total == 1.0
     assert descriptions == [f"endpoint: scoring service at {service.url}/x"]
     assert KEY not in repr((scores, descriptions))
+
+
+@pytest.mark.parametrize("key", ["sekret \n", "\tsekret"])
+def test_white_space_around_a_key_is_no_part_of_it(key, monkeypatch):
+    monkeypatch.setenv("SCORER_KEY", key)
+    scores, service = scores_of(in_turn({"score": 1}), request("a"), api_key_env="SCORER_KEY")
+    assert scores[0].total == 1.0
+    assert service.headers[0]["authorization"] == "Bearer sekret"
+
+
+@pytest.mark.parametrize("key", ["sek ret", "sek\nret", "sek\x01ret", "s\u00e9cret", "sek\u00a0ret"])
+def test_a_key_that_no_header_can_carry(key, monkeypatch):
+    monkeypatch.setenv("SCORER_KEY", key)
+    with pytest.raises(ConfigError) as caught:
+        Panel(Reward(functions=[endpoint("http://localhost", api_key_env="SCORER_KEY")]))
+    assert caught.value.cause == "SCORER_KEY holds white space or other characters that no key has"
+    assert "ret" not in str(caught.value)
+
+
+@pytest.mark.parametrize("quoted", ["{}", "{!r}"])
+def test_the_key_is_not_in_what_goes_wrong_with_http(quoted, monkeypatch):
+    key = "it's\\a/key"
+    monkeypatch.setenv("SCORER_KEY", key)
+    line = f"HTTP/1.1 Bearer {quoted.format(key)}\r\n\r\n".encode()
+    with saying(line) as (url, calls), panel(endpoint(url, api_key_env="SCORER_KEY", retries=1)) as opened:
+        (score,) = scored(opened, request("a"))
+    assert len(calls) == 2
+    assert "cannot be reached: illegal status line" in score.error
+    assert "***" in score.error
+    assert "key" not in score.error
+
+
+@pytest.mark.parametrize("said", ["it's\\\\a\\/key", "it's\\\\a/key"])
+def test_the_key_is_not_in_quoted_json(said, monkeypatch):
+    monkeypatch.setenv("SCORER_KEY", "it's\\a/key")
+    scores, _ = scores_of(in_turn(f'{{"score": "{said}"}}'.encode()), request("a"), api_key_env="SCORER_KEY")
+    assert scores[0].error == "endpoint returned the str '***'"
+
+
+def test_what_can_never_succeed_is_not_tried_again(monkeypatch):
+    calls = []
+
+    def refuse(*arguments, **options):
+        calls.append(arguments)
+        raise httpx.LocalProtocolError("Illegal header value")
+
+    monkeypatch.setattr(httpx.Client, "stream", refuse)
+    with panel(endpoint("http://localhost")) as opened:
+        (score,) = scored(opened, request("a"))
+    assert score.error == "endpoint at http://localhost cannot be asked: Illegal header value"
+    assert len(calls) == 1
 
 
 def test_a_key_that_is_not_there(monkeypatch):

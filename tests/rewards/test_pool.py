@@ -349,5 +349,12 @@ def test_budget():
         check_budget([good, bad, bad], 0.5)
     assert caught.value.cause == "2 of 3 rewards failed (limit 50 %): first: score in my_reward.py returned NaN"
     assert caught.value.code == 69
+    assert caught.value.remedy == (
+        "correct the reward function, or give it more reward.timeout_seconds, or raise reward.max_failure_fraction"
+    )
+    lost = Score(None, {}, "environment game: step raised KeyError", remedy="correct the environment")
+    with pytest.raises(ServiceError) as caught:
+        check_budget([good, lost, bad], 0.5)
+    assert caught.value.remedy == "correct the environment, or raise reward.max_failure_fraction"
     with pytest.raises(ServiceError, match="1 of 3"):
         check_budget([good, good, bad], 0.0)

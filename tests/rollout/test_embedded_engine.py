@@ -272,3 +272,31 @@ def test_weights_are_read_not_copied(tiny_model, requests):
 def test_long_prompts_are_prefilled_in_several_passes(model, requests, expected, monkeypatch):
     monkeypatch.setattr("ullage.rollout.embedded.engine.PREFILL_TOKENS", 20)
     assert_same(make_engine(model).generate(requests, sampling()), expected)
+
+
+def test_a_second_call_goes_on_where_the_first_one_failed(model, requests, expected):
+    """With other limits, too; what had ended is not drawn again."""
+    engine, finished, seen = make_engine(model), {}, []
+
+    def fail(tokens, done):
+        if done > 4:
+            raise torch.OutOfMemoryError("injected")
+
+    with pytest.raises(torch.OutOfMemoryError):
+        engine.generate(requests, sampling(), finished=finished, on_finish=seen.append, on_progress=fail)
+    assert 4 < len(finished) < len(expected)
+    smaller = Limits(max_tokens=20, max_sequences=3)
+    drawn = []
+    got = engine.generate(
+        requests,
+        sampling(),
+        limits=smaller,
+        finished=finished,
+        on_finish=seen.append,
+        on_token=lambda group, index, token: drawn.append((group, index)),
+    )
+    assert_same(got, expected)
+    assert len(seen) == len(expected)
+    kept = {(sample.group, sample.index) for sample in expected} - set(drawn)
+    assert len(kept) == len(expected) - len(set(drawn)) > 4
+    assert engine.pages.free == engine.pages.total

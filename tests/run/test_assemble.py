@@ -11,6 +11,7 @@ from ullage.base.errors import ConfigError, ModelError
 from ullage.batch.pack import Limits
 from ullage.config.tree import Config
 from ullage.data.prompts import Prompt, PromptSet
+from ullage.engine.replay import Replays
 from ullage.model.load import load_model
 from ullage.model.target import Target
 from ullage.run.assemble import derivation
@@ -38,14 +39,14 @@ def make_config(*, actor=None, rollout=None, **data):
         ({}, {"ppo_max_token_len_per_gpu": 2048, "ppo_micro_batch_size_per_gpu": 3}, 2048, 3),
     ],
 )
-def test_limits_of_a_pass(model, data, actor, tokens, sequences):
-    limits = make_limits(make_config(actor=actor, **data), model)
+def test_limits_of_a_pass(data, actor, tokens, sequences):
+    limits = make_limits(make_config(actor=actor, **data))
     assert (limits.max_tokens, limits.max_sequences) == (tokens, sequences)
 
 
 @pytest.mark.parametrize(("share", "expected"), [("auto", True), (True, True), (False, False)])
-def test_prompts_are_shared_where_that_is_exact(model, share, expected):
-    assert make_limits(make_config(actor={"share_prompt_prefix": share}), model).share_prefix is expected
+def test_prompts_are_shared_unless_told_otherwise(share, expected):
+    assert make_limits(make_config(actor={"share_prompt_prefix": share})).share_prefix is expected
 
 
 def prompt_set(*lengths):
@@ -83,7 +84,8 @@ def critic_of(actor_model, algorithm, **critic):
     path = str(actor_model.module.name_or_path)
     config = Config.model_validate({"actor_rollout_ref": {"model": {"path": path}}, "critic": critic})
     actor = Actor(actor_model, config.actor_rollout_ref.actor, Limits(max_tokens=99), Solo(), temperature=1.0, seed=1)
-    given = SimpleNamespace(config=config, ranks=Solo(), recorder=SimpleNamespace(phase=nullcontext))
+    recorder = SimpleNamespace(phase=nullcontext)
+    given = SimpleNamespace(config=config, ranks=Solo(), recorder=recorder, replays=Replays(), target=CPU)
     return make_critic(given, algorithm, actor)
 
 

@@ -13,7 +13,7 @@ from ullage.config.tree import Config
 from ullage.data.curriculum import Curriculum
 from ullage.data.mixture import Mixture
 from ullage.data.prompts import Prompt
-from ullage.data.sampler import Sampler
+from ullage.data.sampler import Sampler, Walk
 from ullage.run.sources import check_rewards, full_marks, make_sampler, refuse_unscored, sources_of
 
 PROMPTS = [
@@ -41,7 +41,7 @@ def test_the_sampler_that_the_config_asks_for(data, kind):
     assert sampler.seed == 9
     if kind is Mixture:
         assert sampler.rows == {"words": [0, 2], "sums": [1, 3]}
-        assert {type(part) for part in sampler.parts.values()} == {Curriculum if "curriculum" in data else Sampler}
+        assert {type(part) for part in sampler.parts.values()} == {Curriculum if "curriculum" in data else Walk}
         assert sampler.next_batch() == [1, 0]  # in the order of the weights
 
 

@@ -2,7 +2,7 @@
 
 import pytest
 
-from ullage.telemetry.metrics import METRICS, describe, headline_evaluation, reduce_values
+from ullage.telemetry.metrics import METRICS, best_evaluation, describe, headline_evaluation, reduce_values
 
 CONTRACT = """reward/mean reward/<function> response/length_mean response/truncated_fraction
 group/zero_std_fraction actor/loss
@@ -31,6 +31,7 @@ def test_every_name_of_the_contract_is_declared():
         ("eval/gsm8k/pass@4", "eval/<source>/pass@<k>"),
         ("eval/gsm8k/best@4", "eval/<source>/best@<k>"),
         ("eval/gsm8k/maj@4", "eval/<source>/maj@<k>"),
+        ("eval/openai/gsm8k/loss", "eval/<source>/loss"),
         ("eval/openai/gsm8k/mean@4", "eval/<source>/<score>"),
     ],
 )
@@ -51,3 +52,12 @@ def test_the_headline_is_the_mean_score_over_sources():
     assert headline_evaluation(metrics) == 0.5
     assert headline_evaluation({"reward/mean": 1.0}) is None
     assert headline_evaluation({"eval/a/mean@1": None}) is None
+
+
+def test_the_best_loss_is_the_lowest():
+    losses = [(0, 2.0), (1, 0.5), (2, 0.5), (3, 0.75), (4, float("nan"))]
+    assert best_evaluation([(step, {"eval/a/loss": value}) for step, value in losses]) == (0.5, 1)
+    scores = [(0, 2.0), (1, 0.5), (2, 2.0), (3, None)]
+    assert best_evaluation([(step, {"eval/a/mean@1": value}) for step, value in scores]) == (2.0, 0)
+    assert best_evaluation([(0, {"eval/a/mean@1": 0.1, "eval/a/loss": 1.0}), (1, {"reward/mean": 9.0})]) == (0.1, 0)
+    assert best_evaluation([]) is None

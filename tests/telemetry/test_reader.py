@@ -34,6 +34,16 @@ def test_a_whole_run(tmp_path):
     assert summary.reason == "finished"
 
 
+def test_the_best_evaluation_of_supervised_training_is_the_lowest(tmp_path):
+    run = make_run(tmp_path)
+    writer = MetricsWriter(run)
+    for step, loss in ((0, 3.0), (1, 1.5), (2, 2.0)):
+        writer.step(step, {"eval/sums/loss": loss})
+    run.close()
+    summary = read_run(run.path)
+    assert (summary.best_evaluation, summary.best_evaluation_step) == (1.5, 1)
+
+
 @pytest.mark.parametrize(
     ("code", "state"), [(0, "finished"), (75, "interrupted"), (130, "interrupted"), (70, "failed"), (1, "failed")]
 )

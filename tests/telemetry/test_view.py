@@ -121,6 +121,30 @@ def test_history_knows_the_best_evaluation_and_the_time_left():
     assert history.values("x") == []
 
 
+def test_history_knows_that_a_loss_should_fall():
+    history = History()
+    for step, loss in enumerate((2.0, 0.5, 0.75)):
+        history.add(step, {"eval/a/loss": loss})
+    assert history.best_evaluation() == (0.5, 1)
+    assert history.evaluations() == [2.0, 0.5, 0.75]
+
+
+def test_failed_rewards_are_shown_where_there_are_any():
+    stream = io.StringIO()
+    plain, live = PlainView(stream), LiveView(io.StringIO(), color=False)
+    shown = []
+    for step, failed in ((1, 0.0), (2, 0.125)):
+        metrics = {"reward/mean": 0.5, "reward/failed_fraction": failed}
+        plain.step(step, metrics)
+        live.step(step, metrics)
+        shown.append(str(live.render(80).renderables[-1]).rstrip())
+    assert stream.getvalue().splitlines() == [
+        "step=1 reward/mean=0.5", "step=2 reward/mean=0.5 reward/failed_fraction=0.125"
+    ]  # fmt: skip
+    assert "failed" not in shown[0]
+    assert shown[1].endswith(" failed 12%")
+
+
 def test_sparkline_compresses_the_whole_history():
     levels = "01234567"
     assert sparkline([0, 1, 2, 3, 4, 5, 6, 7], 8, levels) == "01234567"

@@ -51,7 +51,13 @@ def prompts_of(model, *texts):
 
 
 class Silent:
-    """A recorder that records nothing."""
+    """A recorder that records nothing but events."""
+
+    def __init__(self):
+        self.events = []
+
+    def event(self, text):
+        self.events.append(text)
 
     def phase(self, name):
         return nullcontext()
@@ -66,24 +72,31 @@ class ScriptedPool:
     name = "scripted"
     tool_schemas = ()
 
-    def __init__(self, script):
+    def __init__(self, script, max_episodes=64):
         self.script, self.rows, self.actions, self.results, self.ended = script, [], {}, [], []
+        self.max_episodes, self.live, self.most = max_episodes, set(), 0
 
     def reset(self, row):
         self.rows.append(row)
         self.actions[len(self.rows) - 1] = []
         self.results.append((len(self.rows) - 1, None, None))
+        self.live.add(len(self.rows) - 1)
+        self.most = max(self.most, len(self.live))
         return len(self.rows) - 1
 
     def step(self, episode, action):
         self.actions[episode].append(action)
         try:
-            self.results.append((episode, self.script(self.rows[episode], self.actions[episode]), None))
+            turn = self.script(self.rows[episode], self.actions[episode])
+            self.results.append((episode, turn, None))
+            self.live -= {episode} if turn.done else set()
         except RuntimeError as error:
             self.results.append((episode, None, str(error)))
+            self.live.remove(episode)
 
     def end(self, episode):
         self.ended.append(episode)
+        self.live.remove(episode)
         self.results.append((episode, None, None))
 
     def collect(self):
@@ -91,12 +104,12 @@ class ScriptedPool:
         return results
 
 
-def make_episodes(model, script, *, max_turns=4, slots=16, reward=None, data=None):
+def make_episodes(model, script, *, max_turns=4, slots=16, reward=None, data=None, max_episodes=64):
     engine = Engine(model, slots=slots, max_length=8 + MAX_TOKENS)
     reward = Reward.model_validate(reward or {})
     panel = Panel(reward)
     generator = Generator(engine, panel, model.tokenizer, reward, Silent(), Solo(), lambda: None)
-    pool = ScriptedPool(script)
+    pool = ScriptedPool(script, max_episodes)
     follow_up = FollowUp(model.tokenizer, Data.model_validate(data or {}))
     return Episodes(generator, pool, follow_up, max_turns=max_turns), pool
 
@@ -194,6 +207,34 @@ def test_slots_change_nothing(model, played, slots):
     for sample, expected in zip(samples, played[2], strict=True):
         assert (sample.token_ids, sample.mask) == (expected.token_ids, expected.mask)
         assert sample.logprobs == pytest.approx(expected.logprobs, rel=0, abs=1e-6)
+
+
+@pytest.mark.invariant
+@pytest.mark.parametrize(("max_episodes", "most"), [(1, 1), (3, 3), (5, 4), (7, 4)])
+def test_waves_change_nothing(model, played, max_episodes, most):
+    """No more episodes live at once than the pool can play, in waves of one size: 8 of at most 5 are 4 and 4."""
+    episodes, pool = make_episodes(model, echo, max_episodes=max_episodes)
+    samples, scores, texts = run(episodes, played[0])
+    assert (pool.most, pool.live, pool.results) == (most, set(), [])
+    assert (texts, scores) == (played[4], played[3])
+    assert [row.seed for row in pool.rows] == [row.seed for row in played[1].rows]
+    for sample, expected in zip(samples, played[2], strict=True):
+        assert (sample.group, sample.index, sample.token_ids, sample.mask, sample.finish_reason) == (
+            expected.group, expected.index, expected.token_ids, expected.mask, expected.finish_reason
+        )  # fmt: skip
+        assert sample.logprobs == pytest.approx(expected.logprobs, rel=0, abs=1e-6)
+
+
+def test_a_lost_episode_in_one_wave_costs_no_other(model, played):
+    def breaks(row, actions):
+        if row.seed == SEEDS[0][0]:
+            raise RuntimeError("gone")
+        return echo(row, actions)
+
+    episodes, _ = make_episodes(model, breaks, max_episodes=3)
+    samples, scores, _ = run(episodes, played[0])
+    assert [score.error for score in scores] == ["environment scripted: gone"] * 4 + [None] * 4
+    assert [sample.token_ids for sample in samples[4:]] == [sample.token_ids for sample in played[2][4:]]
 
 
 def test_turns_have_seeds_of_their_own(model, played):
@@ -311,9 +352,13 @@ def test_a_failed_episode_is_not_scored(model):
     assert {score.error for score in failed} == {"environment scripted: step raised KeyError"}
     assert all(score.parts == {} for score in failed)
     assert not scored_mask(prompts, samples, scores)[[score.total is None for score in scores]].any()
+    assert episodes.generator.recorder.events == [
+        f"{len(failed)} of 4 answers could not be scored: first: environment scripted: step raised KeyError"
+    ]
     episodes.generator.reward = Reward(max_failure_fraction=0.0)
-    with pytest.raises(ServiceError, match="first: environment scripted: step raised KeyError"):
+    with pytest.raises(ServiceError, match="first: environment scripted: step raised KeyError") as caught:
         run(episodes, prompts)
+    assert caught.value.remedy.startswith("correct the environment")
 
 
 def scored_mask(prompts, samples, scores):
@@ -340,10 +385,12 @@ def test_reward_functions_score_the_last_answer(model, tmp_path):
 class ScriptedEngine:
     """Says the same in every episode, turn by turn."""
 
+    limits = Limits(max_tokens=100, max_sequences=4)
+
     def __init__(self, tokenizer, *texts):
         self.turns, self.contexts = [[*tokenizer(text)["input_ids"], EOS] for text in texts], []
 
-    def generate(self, requests, sampling, *, on_finish, on_progress):
+    def generate(self, requests, sampling, *, limits, finished, on_finish, on_progress):
         said = self.turns[len(self.contexts)]
         self.contexts.append([(request.prompt, len(request.seeds), request.max_tokens) for request in requests])
         for group, request in enumerate(requests):
@@ -419,6 +466,17 @@ def test_the_whole_conversation_is_what_the_template_would_have_rendered():
     messages += [{"role": "assistant", "content": "12"}, {"role": "user", "content": "31"}]
     whole = tokenizer.apply_chat_template(messages, add_generation_prompt=True, return_dict=False)
     assert [*opened, *answer, *followed] == whole
+
+
+def test_how_the_template_closes_an_answer_is_rendered_once(monkeypatch):
+    follow_up, tokenizer = make_follow_up(CHATML)
+    rendered, render = [], tokenizer.apply_chat_template
+    monkeypatch.setattr(
+        tokenizer, "apply_chat_template", lambda chat, **options: rendered.append(len(chat)) or render(chat, **options)
+    )
+    for observation in ("1", "2", "3"):
+        assert said(follow_up, tokenizer, observation) == f"\n<|user|>{observation}<eos>\n<|assistant|>"
+    assert sorted(rendered) == [2, 3, 3, 3]
 
 
 def test_an_answer_that_ended_with_another_token_is_closed_by_the_template():

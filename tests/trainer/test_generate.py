@@ -6,6 +6,7 @@ import pytest
 
 from ullage.base.communicator import Solo
 from ullage.base.errors import ServiceError
+from ullage.batch.pack import Limits
 from ullage.config.tree import Reward
 from ullage.data.prompts import Prompt
 from ullage.rewards.pool import Score
@@ -22,7 +23,9 @@ SEEDS = [[7, 8], [9, 10]]
 class BackwardEngine:
     """Samples finish in the reverse of their order."""
 
-    def generate(self, requests, sampling, on_finish, on_progress):
+    limits = Limits(max_tokens=100, max_sequences=4)
+
+    def generate(self, requests, sampling, *, limits, finished, on_finish, on_progress):
         samples = [
             Sample(group=group, index=index, token_ids=(group, index), logprobs=(0.0, 0.0), finish_reason="stop")
             for group, request in enumerate(requests)
@@ -74,6 +77,10 @@ class ListedModel:
 class Phases:
     def __init__(self):
         self.names = []
+        self.events = []
+
+    def event(self, text):
+        self.events.append(text)
 
     def phase(self, name):
         self.names.append(name)
@@ -154,13 +161,42 @@ def test_a_function_called_like_the_reward_model_keeps_its_name():
 
 def test_what_has_no_score_costs_its_sample():
     model = ListedModel({"00": float("nan"), "01": "too long", "11": 1.0})
-    made, _ = generator(ListedPanel({"10": None}), model, limit=0.75)
+    made, recorder = generator(ListedPanel({"10": None}), model, limit=0.75)
     _, scores, _ = run(made)
+    assert recorder.events == ["3 of 4 answers could not be scored: first: the reward model gave nan"]
     assert [score.error for score in scores] == ["the reward model gave nan", "too long", "no", None]
     assert [score.total for score in scores] == [None, None, None, 2.0]
     assert "10" not in [response for _, response in model.asked[0]]  # not asked about what has failed already
-    with pytest.raises(ServiceError, match=r"3 of 4 rewards failed \(limit 50 %\): first: the reward model gave nan"):
-        run(generator(ListedPanel({"10": None}), model)[0])
+    made, recorder = generator(ListedPanel({"10": None}), model)
+    with pytest.raises(
+        ServiceError, match=r"3 of 4 rewards failed \(limit 50 %\): first: the reward model gave nan"
+    ) as caught:
+        run(made)
+    assert recorder.events == []  # the error says it
+    assert caught.value.remedy == (
+        "give a reward model that can score these conversations, or raise reward.max_failure_fraction"
+    )
+
+
+def test_failures_of_all_ranks_are_one_line():
+    class Two(Solo):
+        def gather(self, value):
+            return [value, [5, []], [1, [["theirs", "ask them"], ["later", "ask them"]]]]
+
+    made, recorder = generator(ListedPanel(), ranks=Two())
+    made.check_budget([Score(1.0, {}, None)])
+    assert recorder.events == ["2 of 9 answers could not be scored: first: theirs"]
+    made, recorder = generator(ListedPanel(), limit=0.0, ranks=Two())
+    with pytest.raises(ServiceError) as caught:
+        made.check_budget([Score(None, {}, "mine", remedy="mend it")])
+    assert caught.value.cause == "3 of 9 rewards failed (limit 0 %): first: mine"
+    assert caught.value.remedy == "mend it, or raise reward.max_failure_fraction"
+
+
+def test_nothing_is_said_where_every_answer_has_a_score():
+    made, recorder = generator(ListedPanel())
+    run(made)
+    assert recorder.events == []
 
 
 def test_answers_that_are_already_there():

@@ -10,6 +10,8 @@ from transformers import AutoModelForSequenceClassification, BertConfig, LlamaCo
 
 from make_tiny_model import make_tokenizer
 from ullage.base.errors import ModelError
+from ullage.engine.replay import Replays
+from ullage.model.classifier import classify
 from ullage.model.target import find_target
 from ullage.workers.reward_model import RewardModel, completed, load_reward_model, micro_batches
 
@@ -193,3 +195,23 @@ def test_a_gguf_file(tmp_path):
     (tmp_path / "model.gguf").write_bytes(b"GGUF")
     with pytest.raises(ModelError, match="has no classification head"):
         load_reward_model(str(tmp_path / "model.gguf"), CPU, max_tokens=10)
+
+
+def test_smaller_batches_where_memory_runs_out(classifier, monkeypatch):
+    said = []
+    model = load_reward_model(classifier("llama"), CPU, max_tokens=8192, replays=Replays(say=said.append))
+    prompts = [CHAT, "2+3?", CHAT, "1"]
+    expected = model.scores(prompts, TEXTS)
+    sizes = []
+
+    def small_ones(module, token_ids, target):
+        sizes.append(len(token_ids))
+        if len(token_ids) * max(map(len, token_ids)) > 70:
+            raise torch.OutOfMemoryError("injected")
+        return classify(module, token_ids, target)
+
+    monkeypatch.setattr("ullage.workers.reward_model.classify", small_ones)
+    assert model.scores(prompts, TEXTS) == pytest.approx(expected, rel=0, abs=1e-6)
+    assert sizes[:2] == [4, 2]  # the longest is about 60
+    assert sum(sizes[2:]) == 4
+    assert [line.split(":")[0] for line in said] == ["the reward model ran out of memory"] * 2

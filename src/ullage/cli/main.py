@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import NamedTuple, NoReturn
 
 import ullage
+from ullage.base.allocator import expand_segments
 from ullage.base.errors import InterruptedRunError, UllageError, UsageError
 from ullage.cli.errors_text import report, report_bug, show_traceback
 
@@ -34,6 +35,7 @@ VERBS: dict[str, Verb] = {
     "chat": Verb("talk to a run or a model"),
     "export": Verb("write a run's weights as a Hugging Face folder, or its adapter as a PEFT folder"),
     "ls": Verb("list runs"),
+    "bench": Verb("measure speed and memory on this machine"),
     "doctor": Verb("check the installation and, given a model, its invariants"),
 }
 
@@ -49,6 +51,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns the exit code."""
     # Before torch is loaded: threads that spin while they wait make a busy machine ten times slower.
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
+    expand_segments()
     words = list(sys.argv[1:] if argv is None else argv)
     options = words[: words.index("--")] if "--" in words else words
     debug, as_json = "--debug" in options, "--json" in options

@@ -10,7 +10,7 @@ from ullage.base.errors import ConfigError
 from ullage.config.tree import Config, Optim
 from ullage.engine.measure import MemoryProbe
 from ullage.model.target import find_target
-from ullage.run.surroundings import Surroundings
+from ullage.run.surroundings import Surroundings, make_replays
 from ullage.telemetry.recorder import Recorder
 from ullage.telemetry.run_directory import RunDirectory
 from ullage.telemetry.writer import SilentWriter
@@ -23,14 +23,16 @@ def surroundings_alone(tree: Config, closing: ExitStack) -> Surroundings:
     directory = RunDirectory(Path(tree.trainer.default_local_dir), "no-run")
     target, writer = find_target(tree.trainer.device, 0), SilentWriter(directory)
     probe = MemoryProbe(target)
+    recorder = Recorder(writer, [], probe)
     return Surroundings(
         config=tree,
         directory=directory,
         target=target,
         ranks=Solo(),
-        recorder=Recorder(writer, [], probe),
+        recorder=recorder,
         writer=writer,
         probe=probe,
+        replays=make_replays(tree, recorder),
         stop=Stop(),
         closing=closing,
     )

@@ -30,7 +30,6 @@ from ullage.maths import advantages_token
 from ullage.telemetry.tally import Tally
 from ullage.trainer.collect import Collector
 from ullage.workers.actor import Actor
-from ullage.workers.passes import micro_batches
 
 PerResponse = Callable[[Tensor, Tensor], Any]
 """Token rewards and values of one response to its advantages: [T], [T] -> T numbers."""
@@ -91,17 +90,9 @@ class BaseTrainer(Trainer):
 
     def compute_loss(self, batch: ExperienceBatch) -> Tensor:
         """The algorithm's own loss of a mini-batch, KL and entropy terms included, as a scalar with its graph."""
-        role, stage, algorithm = self._role, _train_batch(batch), self._algorithm
-        if algorithm.selects:
-            stage = role._selected(stage, algorithm)
-        losses = []
-        for packed, part in micro_batches(stage, role.model, role.limits):
-            values, entropies = role.model.logprobs(packed, temperature=role.temperature, entropy=True)
-            width = part.mask_NT.shape[1]
-            terms = role._terms(
-                packed.scatter(values, width), packed.scatter(cast(Tensor, entropies), width), part, algorithm
-            )
-            losses.append(terms[0])
+        role, algorithm = self._role, self._algorithm
+        stage = role.selected(_train_batch(batch), algorithm)
+        losses = [loss for loss, _ in role.losses(stage, algorithm)]
         return torch.stack(losses).sum() if losses else torch.zeros((), requires_grad=True)
 
     def compute_advantages(

@@ -179,17 +179,16 @@ class AgentConfig(FlatConfig):
     """How a model is held in memory, by StateSet's names."""
 
     use_8bit: bool = False
+    """Frozen weights below adapters in 8 bits, or 4: with `TrainingConfig(use_lora=True)`."""
     use_4bit: bool = False
     attn_implementation: str | None = None
     """Without effect: kernels are chosen for the device."""
 
     def overrides(self) -> dict[str, Any]:
-        for name in ("use_8bit", "use_4bit"):
-            if getattr(self, name):
-                raise ConfigError(
-                    f"{name} = true: quantised weights come in a later release, and would change results",
-                    "leave it out; adapters (use_lora=True) take far less memory than full fine-tuning",
-                )
-        if self.attn_implementation is None:
-            return {}
-        return {_MODEL + "override_config.attn_implementation": self.attn_implementation}
+        if self.use_8bit and self.use_4bit:
+            raise ConfigError("use_8bit = true, use_4bit = true: a weight is kept in one of the two", "leave one out")
+        given = {
+            _MODEL + "quantization": "nf4" if self.use_4bit else "int8" if self.use_8bit else None,
+            _MODEL + "override_config.attn_implementation": self.attn_implementation,
+        }
+        return {key: value for key, value in given.items() if value is not None}

@@ -104,9 +104,9 @@ class ActorRolloutRef:
             samples = tree.data.train_batch_size * tree.actor_rollout_ref.rollout.n
             engine = make_engine(tree, model, prompt_tokens=tree.data.max_prompt_length, samples=samples)
             self.generator = make_generator(given, engine, panel, model)
-            self.actor = make_actor(tree, model, Solo(), given.recorder)
+            self.actor = make_actor(tree, model, Solo(), given.recorder, given.replays)
             wanted = tree.actor_rollout_ref.actor.use_kl_loss or "reference" in self.algorithm.needs
-            self.reference = make_reference(tree, self.actor, given.recorder) if wanted else None
+            self.reference = make_reference(tree, self.actor, given.recorder, given.replays) if wanted else None
             self.close = weakref.finalize(self, closing.pop_all().close)
             """End the processes of the reward functions."""
         self.num_collected = self.num_updated = 0
@@ -186,7 +186,7 @@ def log_probs(role: Actor | Reference, stage: Experience) -> Tensor:
     width = stage.mask_NT.shape[1]
     rows: list[Tensor] = []
     parts: list[Tensor] = []
-    for packed, _ in micro_batches(stage, role.model, role.limits):
+    for packed, _ in micro_batches(stage, role.model, role.limits_for(stage)):
         values, _ = role.model.logprobs(packed, temperature=role.temperature)
         rows.append(packed.samples.to("cpu"))
         parts.append(packed.scatter(values, width).to("cpu"))

@@ -16,6 +16,7 @@ from ullage.config.load import Loaded, resolved_yaml
 from ullage.config.paths import anchored
 from ullage.engine import checkpoint
 from ullage.run.assemble import assemble
+from ullage.run.fit import fitting
 from ullage.run.launch import newest_checkpoint
 from ullage.run.rank import add_views, surroundings
 from ullage.telemetry.run_directory import RunDirectory, RunInfo, write_atomically
@@ -52,7 +53,8 @@ class Session:
             folder, warnings = newest_checkpoint(directory)
             for warning in warnings:
                 self.given.recorder.event(warning)
-            self.loop = assemble(self.given, folder)
+            with fitting(self.given):
+                self.loop = assemble(self.given, folder)
             self._writer.truncate_after(self.loop.keeper.recorded_until)
             undo.pop_all()
 
@@ -63,7 +65,8 @@ class Session:
         try:
             with self._stop.installed():
                 self._show()
-                self.loop.train()
+                with fitting(self.given):
+                    self.loop.train()
             code, reason = 0, "finished"
         except UllageError as error:
             code, reason = error.code, error.cause

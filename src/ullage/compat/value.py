@@ -15,10 +15,10 @@ from ullage.compat.given import Given, Settings, read
 from ullage.compat.policy import ActorRolloutRef, StepOptimizer, credited
 from ullage.config.tree import Config
 from ullage.engine.optimizer import learning_rate
-from ullage.engine.recompute import recompute_layers
 from ullage.model.target import find_target
 from ullage.model.value_model import ValueModel, load_value_model, share_trunk
-from ullage.run.roles import make_limits, open_value_model, recomputes
+from ullage.run.levers import prepare_layers
+from ullage.run.roles import make_limits, open_value_model
 from ullage.telemetry.tally import Tally
 from ullage.workers import critic as workers
 
@@ -49,7 +49,7 @@ class Critic(RunningCritic):
         self._tree = tree
         self._algorithm = compose(tree)
         model = _model(tree, actor)
-        limits = make_limits(tree, model.trunk)  # type: ignore[arg-type]  # it reads target and dtype, which a trunk has
+        limits = make_limits(tree)
         tokens = tree.critic.ppo_max_token_len_per_gpu
         if tokens != "auto":
             limits = Limits(max_tokens=tokens, share_prefix=limits.share_prefix)
@@ -91,6 +91,5 @@ def _model(tree: Config, actor: ActorRolloutRef | None) -> ValueModel:
     target = find_target(tree.trainer.device, 0)
     path = tree.critic.model.path or tree.actor_rollout_ref.model.path
     model = load_value_model(path, target, dtype=tree.actor_rollout_ref.model.dtype)
-    if recomputes(tree, target):
-        recompute_layers(model.trunk.layers)
+    prepare_layers(model.trunk, tree)
     return model

@@ -2,11 +2,11 @@
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from typing import Any
+from typing import Any, get_args
 
 from ullage.config import verl_keys
 from ullage.config.problems import Problem, shorten
-from ullage.config.tree import Data, FilterGroups
+from ullage.config.tree import Data, FilterGroups, Optim
 from ullage.config.typed import coerce
 
 _ACTOR = "actor_rollout_ref.actor."
@@ -48,6 +48,11 @@ UNSET_BY_NULL = frozenset(
 
 OTHER_LOGGERS = frozenset({"mlflow", "swanlab", "vemlp_wandb", "clearml", "trackio", "file", "rl_insight"})
 _OVERLONG = {"len": "length", "penalty_factor": "penalty_factor"}
+_OPTIMIZERS = {
+    **dict.fromkeys(("AdamW", "Adam", "adam"), "adamw"),
+    **dict.fromkeys(("AdamW8bit", "_AdamW8bit", "PagedAdamW8bit", "adamw_bnb_8bit", "adamw_8bit"), "adamw_8bit"),
+    "SGD": "sgd",
+}
 _DTYPES = {"bf16": "bfloat16", "fp32": "float32", "fp64": "float64"}
 
 
@@ -127,6 +132,28 @@ def _kl_coefficient(translation: Translation) -> None:
     translation.move(old, _ACTOR + "kl_loss_coef", value)
     if isinstance(value, int | float) and value > 0 and _ACTOR + "use_kl_loss" not in translation.leaves:
         translation.move(old, _ACTOR + "use_kl_loss", True)
+
+
+def _recompute(translation: Translation) -> None:
+    """Hugging Face's and verl's switch for gradient checkpointing."""
+    old = _MODEL + "enable_gradient_checkpointing"
+    value = translation.leaves.pop(old, None)
+    if isinstance(value, bool):
+        translation.move(old, "memory.recompute", "full" if value else "none")
+    elif value not in (None, "auto"):
+        translation.problems.append(Problem(old, value, "must be true or false"))
+
+
+def _offload(translation: Translation) -> None:
+    """verl's offload switches; each has a counterpart that keeps the numbers."""
+    for old, new, meaning in (
+        (_MODEL + "enable_activation_offload", "memory.activation_offload", "async"),
+        (_ACTOR + "fsdp_config.optimizer_offload", "memory.optimizer_state", "streamed"),
+        ("actor_rollout_ref.ref.fsdp_config.param_offload", "memory.offload_roles", True),
+    ):
+        if translation.leaves.get(old) is True:
+            del translation.leaves[old]
+            translation.move(old, new, meaning)
 
 
 def _truncated_importance(translation: Translation) -> None:
@@ -249,6 +276,21 @@ def _mini_batches_of_the_critic(translation: Translation) -> None:
             del leaves[_CRITIC + name]
 
 
+def _optimizers(translation: Translation) -> None:
+    """Classes of torch, torchao and bitsandbytes; any other is kept for a later release."""
+    for path in (_ACTOR + "optim.optimizer", _CRITIC + "optim.optimizer"):
+        if path not in translation.leaves:
+            continue
+        given = translation.leaves.pop(path)
+        name = _OPTIMIZERS.get(given, given) if isinstance(given, str) else given
+        if name in get_args(Optim.model_fields["optimizer"].annotation):
+            translation.leaves[path] = name
+        elif name is not None:
+            kept = translation.leaves.get("later")
+            translation.leaves["later"] = {**(kept if isinstance(kept, dict) else {}), path: given}
+            translation.notices.append(f"{verl_keys.OPTIMIZER} (a run does not start with it): {path}")
+
+
 def _spellings(translation: Translation) -> None:
     """Short names of dtypes."""
     dtype = translation.leaves.get(_MODEL + "dtype")
@@ -261,6 +303,8 @@ _STEPS: tuple[Callable[[Translation], None], ...] = (
     _columns,
     _kl_coefficient,
     _truncated_importance,
+    _recompute,
+    _offload,
     _greedy_evaluation,
     _custom_reward,
     _overlong_answers,
@@ -268,5 +312,6 @@ _STEPS: tuple[Callable[[Translation], None], ...] = (
     _loggers,
     _sequence_parallel,
     _mini_batches_of_the_critic,
+    _optimizers,
     _spellings,
 )

@@ -32,14 +32,17 @@ def problems(config: Config) -> Iterator[Problem]:
     yield from _batch_sizes(config)
     yield from _groups(config)
     yield from _sampling(config)
+    yield from _supervised(config)
     yield from _loss(config)
     yield from _correction(config)
     yield from _optimizer(config)
     yield from _critic(config)
     yield from _adapters(config)
     yield from _curriculum(config)
+    yield from _memory(config)
     yield from _counts(config)
     yield from _names(config)
+    yield from _tool_time(config)
 
 
 def _batch_sizes(config: Config) -> Iterator[Problem]:
@@ -87,9 +90,26 @@ def _sampling(config: Config) -> Iterator[Problem]:
     for path, top_k in ((_ROLLOUT + "top_k", rollout.top_k), (_ROLLOUT + "val_kwargs.top_k", rollout.val_kwargs.top_k)):
         if top_k < -1:
             yield Problem(path, top_k, "must be at least 1, or -1 for no limit")
-    if config.algorithm.name == SUPERVISED and rollout.temperature != 1:
+
+
+def _supervised(config: Config) -> Iterator[Problem]:
+    """Nothing is sampled in training, so what concerns samples has no meaning there."""
+    if config.algorithm.name != SUPERVISED:
+        return
+    rollout, correction = config.actor_rollout_ref.rollout, config.algorithm.rollout_correction
+    if rollout.temperature != 1:
         rule = "must be 1 for supervised training, which samples nothing; evaluation has val_kwargs.temperature"
         yield Problem(_ROLLOUT + "temperature", rollout.temperature, rule, ("algorithm.name",))
+    path = "algorithm.rollout_correction."
+    for key, value, off in (
+        ("data.curriculum", config.data.curriculum, False),
+        ("environment.name", config.environment.name, None),
+        (path + "rollout_is", None if correction.rollout_is == "auto" else correction.rollout_is, None),
+        (path + "rollout_rs", correction.rollout_rs, None),
+        (path + "bypass_mode", correction.bypass_mode, False),
+    ):
+        if value != off:
+            yield Problem(key, value, "supervised training samples nothing; leave it out", ("algorithm.name",))
 
 
 def _loss(config: Config) -> Iterator[Problem]:
@@ -160,6 +180,12 @@ def _critic(config: Config) -> Iterator[Problem]:
         yield Problem("critic.model.lora_rank", config.critic.model.lora_rank, rule, ("critic.share_actor",))
 
 
+def _memory(config: Config) -> Iterator[Problem]:
+    share = config.memory.recompute
+    if not isinstance(share, str) and not 0 <= share <= 1:
+        yield Problem("memory.recompute", share, "a share of the layers must lie between 0 and 1")
+
+
 def _curriculum(config: Config) -> Iterator[Problem]:
     if config.data.curriculum and config.reward_model.enable:
         rule = "a reward model's score has no highest, so no answer is a success; leave one of the two out"
@@ -171,6 +197,14 @@ def _adapters(config: Config) -> Iterator[Problem]:
     if (model.lora_rank or config.critic.model.lora_rank) and not model.target_modules:
         rule = "must name a linear layer for an adapter, such as q_proj, or all-linear"
         yield Problem("actor_rollout_ref.model.target_modules", [], rule, ("actor_rollout_ref.model.lora_rank",))
+    if model.quantization and not (model.lora_rank or model.lora_adapter_path):
+        rule = "only weights that are not trained can be quantised; set lora_rank"
+        yield Problem(
+            "actor_rollout_ref.model.quantization",
+            model.quantization,
+            rule,
+            ("actor_rollout_ref.model.lora_rank", "actor_rollout_ref.model.lora_adapter_path"),
+        )
 
 
 def _counts(config: Config) -> Iterator[Problem]:
@@ -212,6 +246,13 @@ def _names(config: Config) -> Iterator[Problem]:
     if environment is not None and "." not in environment and environment not in known:
         rule = f"unknown; known are {', '.join(known)}; or give a dotted module, or a path that ends in .py"
         yield Problem("environment.name", environment, rule)
+
+
+def _tool_time(config: Config) -> Iterator[Problem]:
+    limit, seconds = config.reward.timeout_seconds, config.environment.kwargs.get("python_seconds")
+    if config.environment.name == "tools" and isinstance(seconds, int | float) and seconds >= limit:
+        rule = f"must be less than reward.timeout_seconds = {limit:g}, which is the limit of all calls of a reply"
+        yield Problem("environment.kwargs.python_seconds", seconds, rule, ("reward.timeout_seconds",))
 
 
 def notices(config: Config) -> Iterator[str]:

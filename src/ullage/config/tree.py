@@ -56,8 +56,6 @@ class Model(Section):
     custom_chat_template: str | None = None
     dtype: Literal["auto", "float32", "bfloat16", "float64"] = "auto"
     """auto: float32 on a CPU, bfloat16 weights with a float32 master on a GPU."""
-    enable_gradient_checkpointing: bool | Literal["auto"] = "auto"
-    """auto: on for a GPU, off for a CPU."""
     lora_rank: NonNegativeInt = 0
     """Train low-rank adapters of this rank instead of the weights (arXiv:2106.09685); 0: full fine-tuning."""
     lora_alpha: PositiveFloat = 16
@@ -66,9 +64,13 @@ class Model(Section):
     """Linear layers that get an adapter: `all-linear`, or the last parts of their names, such as [q_proj, v_proj]."""
     lora_adapter_path: str | None = None
     """A PEFT adapter folder to start from; rank, alpha and target modules are then its own."""
+    quantization: Literal["nf4", "int8", None] = None
+    """Keep the frozen weights below adapters in 4 or 8 bits (arXiv:2305.14314), those of a critic with adapters too."""
 
 
 class Optim(Section):
+    optimizer: Literal["adamw", "adamw_8bit", "sgd"] = "adamw"
+    """adamw_8bit keeps its moments in 8 bits, with a scale for every 256 of them; sgd keeps none."""
     lr: NonNegativeFloat = 1e-6
     weight_decay: NonNegativeFloat = 0.01
     betas: tuple[float, float] = (0.9, 0.999)
@@ -312,6 +314,33 @@ class Algorithm(Section):
     rollout_correction: RolloutCorrection = RolloutCorrection()
 
 
+class Memory(Section):
+    """What a run may do to need less memory; none of it changes what is learned."""
+
+    rounding: Literal["master", "stochastic"] = "master"
+    """How half precision weights keep small updates: a float32 copy in the optimizer, or stochastic rounding."""
+    optimizer_state: Literal["device", "streamed", "host"] = "device"
+    """Where optimizer state lives: beside the weights; on the host, brought to the device piece by piece for its step;
+    or on the host and stepped by the CPU."""
+    gradients: Literal["weights", "float32", "host"] = "weights"
+    """How gradients of micro-batches add up: in the weights' dtype, in float32, or in host memory."""
+    offload_roles: bool = False
+    """Reference, critic and reward model wait in host memory while no phase uses them."""
+    recompute: Literal["auto", "none", "full", "matmuls"] | float = "auto"
+    """Layers that forget their activations and run again in the backward pass: none, full, matmuls (all but matrix
+    products), or a share of the layers between 0 and 1. auto: full on a GPU, none on a CPU."""
+    activation_offload: Literal["none", "sync", "async"] = "none"
+    """Saved activations wait in host memory for the backward pass; async copies beside the computation."""
+    activation_groups: PositiveInt | None = None
+    """Groups of layers that activations leave in; a layer is a group when null."""
+    activation_share: float = Field(default=1.0, ge=0, le=1)
+    """Share of the groups that leave."""
+    compile: bool = False
+    """Compile each decoder block with torch.compile: faster after a minute of compilation."""
+    replay: bool = True
+    """A phase that runs out of memory is repeated in smaller pieces instead of ending the run."""
+
+
 class Trainer(Section):
     total_epochs: PositiveInt = 1
     total_training_steps: PositiveInt | None = None
@@ -348,6 +377,7 @@ class Config(Section):
     reward_model: RewardModel = RewardModel()
     reward: Reward = Reward()
     environment: Environment = Environment()
+    memory: Memory = Memory()
     algorithm: Algorithm = Algorithm()
     trainer: Trainer = Trainer()
     later: dict[str, Any] = {}

@@ -38,8 +38,7 @@ def demonstrations_of(
             num_overlong += 1
             if config.overlong_prompts == "error":
                 raise DataError(
-                    f"row {prompt.id + 1} of {prompt.source}: its completion has {len(response)} tokens, "
-                    f"over data.max_response_length={limit}",
+                    f"{prompt.where}: its completion has {len(response)} tokens, over data.max_response_length={limit}",
                     f"set data.max_response_length={len(response)}, or data.overlong_prompts=drop (or right, to cut)",
                 )
             if config.overlong_prompts == "drop":
@@ -54,14 +53,13 @@ def demonstrations_of(
 
 
 def _response(prompt: Prompt, config: Data, tokenizer: Tokenizer, stop_ids: frozenset[int]) -> tuple[int, ...]:
-    where = f"row {prompt.id + 1} of {prompt.source}"
     if prompt.completion is None:
         raise DataError(
-            f"{where}: no completion to learn from",
+            f"{prompt.where}: no completion to learn from",
             "add a column `completion`, end `messages` with the assistant's reply, "
             "or name the column: data.columns.completion=<column>",
         )
-    ids = _encode(_text(prompt, prompt.completion, config, tokenizer, where), tokenizer)
+    ids = _encode(_text(prompt, prompt.completion, config, tokenizer), tokenizer)
     end = next((place for place, token in enumerate(ids) if token in stop_ids), None)
     if end is not None:  # what a template writes after the end of its turn is never sampled
         return tuple(ids[: end + 1])
@@ -69,8 +67,9 @@ def _response(prompt: Prompt, config: Data, tokenizer: Tokenizer, stop_ids: froz
     return (*ids, own if own in stop_ids else min(stop_ids))
 
 
-def _text(prompt: Prompt, completion: str, config: Data, tokenizer: Tokenizer, where: str) -> str:
+def _text(prompt: Prompt, completion: str, config: Data, tokenizer: Tokenizer) -> str:
     """The reply as the chat template closes it; the bare reply of plain text, or where a template rewrites the past."""
+    where = prompt.where
     chat = as_chat(prompt.prompt, config, where)
     if chat is None or chat[-1]["role"] == "assistant":
         return completion

@@ -8,7 +8,7 @@ from typing import Any
 from ullage.base.errors import ConfigError, DataError
 from ullage.base.seeds import derive
 from ullage.data.curriculum import Curriculum
-from ullage.data.sampler import Sampler, refuse_change
+from ullage.data.sampler import Walk, refuse_change
 
 
 class Mixture:
@@ -37,7 +37,7 @@ class Mixture:
         self.seed = seed
         self.shuffle = shuffle
         self._refuse_small_sources()
-        part = Curriculum if curriculum else Sampler
+        part = Curriculum if curriculum else Walk
         # A batch of one: how many rows it gives is decided here, batch by batch.
         self.parts = {name: part(len(rows[name]), 1, seed=derive(seed, name), shuffle=shuffle) for name in weights}
         self.drawn = dict.fromkeys(weights, 0)

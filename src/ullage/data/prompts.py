@@ -3,7 +3,7 @@
 import hashlib
 import json
 from collections.abc import Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import islice
 from typing import Any
 
@@ -29,6 +29,8 @@ class Prompt:
     """`data_source`, or the name of the file."""
     completion: str | None = None
     """The answer that the data gives, for supervised training."""
+    where: str = field(default="", compare=False)
+    """Where the row stands, for messages: `train.jsonl:17`; no part of what the data says."""
     extra: dict[str, Any]
     """The row's other columns, the target's included."""
 
@@ -63,7 +65,7 @@ def load_prompts(
         limit = "; the row limit is 0" if max_samples == 0 else ""
         raise DataError(f"the data set is empty: {named}{limit}", "check data.train_files and data.val_files")
     places = [row.where for row in rows]
-    token_ids = tokenise([field.prompt for field in fields], config, tokenizer, places=places, progress=progress)
+    token_ids = tokenise([own.prompt for own in fields], config, tokenizer, places=places, progress=progress)
     _refuse_empty(token_ids, places)
     overlong = [index for index, ids in enumerate(token_ids) if len(ids) > config.max_prompt_length]
     if overlong and config.overlong_prompts in ("drop", "error"):
@@ -72,13 +74,14 @@ def load_prompts(
         Prompt(
             id=index,
             token_ids=truncate(ids, config.max_prompt_length, config.overlong_prompts),
-            prompt=field.prompt,
-            target=field.target,
-            source=field.source,
-            completion=field.completion,
-            extra=field.extra,
+            prompt=own.prompt,
+            target=own.target,
+            source=own.source,
+            completion=own.completion,
+            where=place,
+            extra=own.extra,
         )
-        for index, (ids, field) in enumerate(zip(token_ids, fields, strict=True))
+        for index, (ids, own, place) in enumerate(zip(token_ids, fields, places, strict=True))
         if config.overlong_prompts != "drop" or len(ids) <= config.max_prompt_length
     )
     return PromptSet(

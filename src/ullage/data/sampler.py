@@ -99,6 +99,38 @@ class Sampler:
         return order
 
 
+class Walk(Sampler):
+    """Every row once per epoch, however many are drawn at a time: a draw may reach into the next epoch.
+
+    What such a draw already has comes last in that epoch, so that no draw has a row twice.
+    """
+
+    def __init__(self, num_rows: int, batch_size: int, *, seed: int, shuffle: bool) -> None:
+        self._late: list[int] = []
+        super().__init__(num_rows, batch_size, seed=seed, shuffle=shuffle)
+
+    def draw(self, count: int) -> list[int]:
+        drawn = self._order[self.cursor : self.cursor + count]
+        self.cursor += len(drawn)
+        if len(drawn) < count:
+            self._late = drawn
+            self._begin_epoch()
+            self.cursor = count - len(drawn)
+            drawn = drawn + self._order[: self.cursor]
+        return drawn
+
+    def state(self) -> dict[str, Any]:
+        return {**super().state(), "late": list(self._late)}
+
+    def restore(self, state: dict[str, Any]) -> None:
+        self._late = list(state["late"])
+        super().restore(state)
+
+    def _permutation(self) -> list[int]:
+        late = set(self._late)
+        return sorted(super()._permutation(), key=late.__contains__)  # the order is kept among equals
+
+
 def refuse_change(name: str, before: object, now: object) -> None:
     """DataError where an order depends on something that is no longer what it was."""
     if before != now:

@@ -1,4 +1,4 @@
-"""Measured memory: the peak of a phase, and what the registered owners hold."""
+"""Measured memory: the peak of a phase, what the registered owners hold of it, and what the phase itself took."""
 
 from __future__ import annotations
 
@@ -18,6 +18,10 @@ class MemoryProbe:
     def __init__(self, target: Target) -> None:
         self.target = target
         self.owners: dict[str, int] = {}
+        if target.kind != "cuda":  # there the allocator counts tensors alone
+            self.owners["context"] = int(psutil.Process().memory_info().rss)
+        self.highest: dict[str, int] = {}
+        """Bytes by component in the phase that took the most so far."""
 
     def register(self, component: str, nbytes: int) -> None:
         """A persistent owner of memory, under one of the component names of the memory report."""
@@ -31,13 +35,16 @@ class MemoryProbe:
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM to the current resident size
 
     def end_phase(self) -> tuple[int, int, dict[str, int]]:
-        """(allocated peak, reserved peak, bytes by persistent component)."""
-        components = dict(self.owners)
+        """(allocated peak, reserved peak, bytes by component); what no owner holds is the phase's own `activations`."""
         if self.target.kind == "cuda":
             device = self.target.device
-            return torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device), components
-        peak = _resident_peak()
-        return peak, peak, components
+            allocated, reserved = torch.cuda.max_memory_allocated(device), torch.cuda.max_memory_reserved(device)
+        else:
+            allocated = reserved = _resident_peak()
+        components = {**self.owners, "activations": max(0, allocated - sum(self.owners.values()))}
+        if sum(components.values()) >= sum(self.highest.values()):
+            self.highest = components
+        return allocated, reserved, components
 
 
 def _resident_peak() -> int:

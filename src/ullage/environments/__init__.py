@@ -4,6 +4,7 @@ To add one, write `environments/my_environment.py` with a class `Environment` th
 below. It is built once, from `environment.kwargs`, and copied for every episode: an instance plays one episode.
 """
 
+import math
 from dataclasses import dataclass, field
 from typing import Any, Protocol
 
@@ -22,6 +23,8 @@ class Row:
     """The row's other columns."""
     seed: int
     """For whatever the environment draws. All samples of a prompt have the same: they are compared with each other."""
+    seconds: float = math.inf
+    """How long each call of the episode may take; one that takes longer costs the episode."""
 
 
 @dataclass(frozen=True, slots=True)

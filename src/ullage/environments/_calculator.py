@@ -14,6 +14,8 @@ from collections.abc import Callable
 MAX_CHARACTERS = 1000
 MAX_BITS = 4096
 """Of an integer: 1233 decimal digits."""
+MAX_DIGITS = 1000
+"""That `round` is asked for."""
 
 Number = int | float
 
@@ -65,7 +67,7 @@ def _value(node: ast.expr) -> Number:
         case ast.BinOp(left=left, op=sign, right=right) if type(sign) in BINARY:
             return _combined(type(sign), _value(left), _value(right))
         case ast.Call(func=ast.Name(id=name), args=arguments, keywords=[]) if name in FUNCTIONS:
-            return _bounded(FUNCTIONS[name](*(_value(argument) for argument in arguments)))
+            return _applied(name, [_value(argument) for argument in arguments])
     raise CannotCalculate(f"not arithmetic: {ast.unparse(node)[:60]}")
 
 
@@ -75,6 +77,13 @@ def _combined(sign: type[ast.operator], left: Number, right: Number) -> Number:
     if whole and abs(right) * max(int(left).bit_length(), 1) > MAX_BITS:
         raise CannotCalculate("the power is too large")
     return _bounded(BINARY[sign](left, right))
+
+
+def _applied(name: str, arguments: list[Number]) -> Number:
+    # Before it is computed, too: round(5, -99999999) would need the power of ten.
+    if name == "round" and any(abs(digits) > MAX_DIGITS for digits in arguments[1:]):
+        raise CannotCalculate(f"round takes no more than {MAX_DIGITS} digits")
+    return _bounded(FUNCTIONS[name](*arguments))
 
 
 def _bounded(value: Number) -> Number:

@@ -6,7 +6,7 @@ import json
 import queue
 import threading
 from concurrent.futures import Future
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from typing import Any
 
 from ullage.base.errors import ConfigError
@@ -48,6 +48,8 @@ class EnvironmentPool:
         self.tool_schemas: list[dict[str, Any]] = reply["tool_schemas"]
         """Tools that the environment offers, as chat templates take them."""
         starts = [first, *[None] * (num_workers(config.reward.num_workers) - 1)]
+        self.max_episodes: int = reply["max_episodes"] * len(starts)
+        """As many may be open at once; numbered in turn, the workers have equal shares of them."""
         self._jobs: list[queue.SimpleQueue[Job | None]] = [queue.SimpleQueue() for _ in starts]
         self._threads = [
             threading.Thread(target=self._serve, args=(worker, jobs), daemon=True, name="environment")
@@ -60,7 +62,7 @@ class EnvironmentPool:
     def reset(self, row: Row) -> int:
         """Begin an episode; returns its number at once."""
         self._num_episodes += 1
-        self._submit(self._num_episodes, {"row": asdict(row)})
+        self._submit(self._num_episodes, {"row": asdict(replace(row, seconds=self._seconds))})
         return self._num_episodes
 
     def step(self, episode: int, action: str) -> None:

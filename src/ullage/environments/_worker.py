@@ -10,6 +10,7 @@ import gc
 import json
 import math
 import os
+import resource
 import select
 import signal
 import socket
@@ -27,6 +28,12 @@ from ullage.environments import Environment, Row, Turn
 
 MAX_REPLY_BYTES = 1 << 19
 """Of one turn: half of what the run accepts, so that a longer one costs its episode and not this process."""
+MAX_EPISODES = 256
+"""At once: each is a process."""
+OPEN_FILES = 1 << 16
+"""The limit that is asked for, where the system's is lower; each episode has one."""
+SPARE_FILES = 64
+"""For whatever the environment has open."""
 
 
 def main() -> None:
@@ -64,6 +71,8 @@ class Episode:
 
     def __init__(self, environment: Environment, keep_out: list[int]) -> None:
         self.connection, theirs = socket.socketpair()
+        self.poller = select.poll()  # select() knows no descriptor above 1023
+        self.poller.register(self.connection, select.POLLIN)
         self.received = b""
         self.pid = os.fork()
         if self.pid == 0:
@@ -83,7 +92,7 @@ class Episode:
             return {"error": self._ending()}
         deadline = time.monotonic() + seconds
         while b"\n" not in self.received:
-            if not select.select([self.connection], [], [], max(0.0, deadline - time.monotonic()))[0]:
+            if not self.poller.poll(1000 * max(0.0, deadline - time.monotonic())):
                 return {"error": f"timeout after {seconds:g} s"}
             chunk = self.connection.recv(1 << 16)
             if not chunk:
@@ -168,7 +177,15 @@ def loaded(name: str, kwargs: dict[str, Any]) -> tuple[Environment | None, dict[
     except ConfigError as error:
         return None, {"problem": [error.cause, error.remedy]}
     schemas = getattr(environment, "tool_schemas", [])
-    return environment, {"tool_schemas": schemas}
+    return environment, {"tool_schemas": schemas, "max_episodes": max_episodes()}
+
+
+def max_episodes() -> int:
+    """How many this process can have open at once; a limit that may be raised is."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
+    files = max(soft, min(hard, OPEN_FILES))
+    resource.setrlimit(resource.RLIMIT_NOFILE, (files, hard))
+    return max(1, min(MAX_EPISODES, files - SPARE_FILES))
 
 
 def built(name: str, kwargs: dict[str, Any]) -> Environment:

@@ -6,14 +6,12 @@ Rows come from the environment's data set, written to a file; `docs/environments
 import asyncio
 import importlib
 import json
-import re
 from types import ModuleType
 from typing import Any
 
 from ullage.base.errors import ConfigError
 from ullage.environments import Message, Row, Turn
-
-CALL = re.compile(r"<tool_call>(.*?)</tool_call>", re.DOTALL)
+from ullage.environments.tools import CALL
 
 
 class Environment:
@@ -38,7 +36,8 @@ class Environment:
     def reset(self, row: Row) -> None:
         """Start the rollout; it halts before the first answer."""
         prompt = [{"role": "user", "content": row.prompt}] if isinstance(row.prompt, str) else row.prompt
-        given = {"example_id": 0, **row.extra, "prompt": prompt, "answer": row.target or ""}
+        target = "" if row.target is None else row.target
+        given = {"example_id": 0, **row.extra, "prompt": prompt, "answer": target}
         self.loop = asyncio.new_event_loop()
         self.asked: asyncio.Future[list[Any]] = self.loop.create_future()
         self.answered: asyncio.Future[Any] = self.loop.create_future()

@@ -14,9 +14,11 @@ from torch import Tensor
 
 from ullage.base.errors import ModelError
 from ullage.model.lora import Adapter, Pair, Settings, shortest_targets
+from ullage.model.quantise import KINDS, Quantisation
 
 CONFIG = "adapter_config.json"
 WEIGHTS = "adapter_model.safetensors"
+NOTE = "ullage.json"
 _NAME = re.compile(r"base_model\.model\.(.+)\.lora_(A|B)\.weight")
 _DAMAGED = "copy or download the adapter again"
 _UNSUPPORTED = (
@@ -69,8 +71,29 @@ def stored_dtype(folder: Path) -> str:
     return dtype if dtype in ("bfloat16", "float64") else "float32"
 
 
-def write_adapter(folder: Path, adapter: Adapter, base: str, layers: Mapping[str, object]) -> None:
-    """A folder that `peft` and `vllm serve` load; `layers` are all linear layers of the module."""
+def stored_quantization(folder: Path) -> Quantisation | None:
+    """What the model was quantised to when the adapter was trained, where we wrote it."""
+    path = folder / NOTE
+    if not path.is_file():
+        return None
+    try:
+        named = json.loads(path.read_bytes())["quantization"]
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise ModelError(f"{path} is damaged: {error}", _DAMAGED) from None
+    for kind in KINDS:
+        if kind == named:
+            return kind
+    raise ModelError(f"{path}: quantization = {named} is not known here", "use a newer release")
+
+
+def write_adapter(
+    folder: Path, adapter: Adapter, base: str, layers: Mapping[str, object], quantization: Quantisation | None = None
+) -> None:
+    """A folder that `peft` and `vllm serve` load; `layers` are all linear layers of the module.
+
+    Its config names the plain model, as after training with bitsandbytes; what that was quantised to is in a file that
+    others pass over.
+    """
     settings = adapter.settings
     place = Path(base).expanduser()
     config = {
@@ -98,6 +121,8 @@ def write_adapter(folder: Path, adapter: Adapter, base: str, layers: Mapping[str
     folder.mkdir(parents=True, exist_ok=True)
     save_file(tensors, folder / WEIGHTS, metadata={"format": "pt"})
     (folder / CONFIG).write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+    if quantization is not None:
+        (folder / NOTE).write_text(json.dumps({"quantization": quantization}) + "\n", encoding="utf-8")
 
 
 def _read_config(folder: Path) -> dict[str, Any]:

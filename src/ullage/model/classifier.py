@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AutoConfig, AutoModelForSequenceClassification, PreTrainedModel
 
 from ullage.base.errors import ModelError
-from ullage.model.load import DTYPES, _guard, _refuse_missing, _settle, _source, load_tokenizer
+from ullage.model.load import DTYPES, guard, load_tokenizer, refuse_missing, settle, source_of
 from ullage.model.target import Target
 
 
@@ -21,10 +21,10 @@ def load_classifier(
 ) -> tuple[PreTrainedModel, Any]:
     """The classifier on its target, frozen, and its tokenizer; problems are `ModelError` (66)."""
     wanted = target.default_dtype if dtype == "auto" else DTYPES[dtype]
-    source = _source(path)
+    source = source_of(path)
     if "gguf_file" in source:
         raise ModelError(f"{path} is a GGUF file, which has no classification head", "give a Hugging Face folder")
-    config = _guard(path, lambda: AutoConfig.from_pretrained(**source))
+    config = guard(path, lambda: AutoConfig.from_pretrained(**source))
     if getattr(config, "is_encoder_decoder", False):
         raise ModelError(f"{path} ({config.model_type}) is an encoder-decoder", "choose an encoder or a decoder")
     if config.num_labels != 1:
@@ -34,9 +34,9 @@ def load_classifier(
         )
     tokenizer = load_tokenizer(tokenizer_path or path)
     options = {"config": config, "dtype": wanted, "use_safetensors": True, "output_loading_info": True}
-    module, report = _guard(path, lambda: AutoModelForSequenceClassification.from_pretrained(**source, **options))
-    _refuse_missing(path, sorted(report["missing_keys"]))
-    _settle(module, target, wanted)
+    module, report = guard(path, lambda: AutoModelForSequenceClassification.from_pretrained(**source, **options))
+    refuse_missing(path, sorted(report["missing_keys"]))
+    settle(module, target, wanted)
     module.requires_grad_(False)
     return module, tokenizer
 

@@ -44,6 +44,7 @@ class FusedLogprobs(torch.autograd.Function):
             numbers = head_logprobs(logits, targets[part], head.scale, head.softcap or 0.0, temperature)
             for whole, piece in zip((logprobs, entropies, normalisers), numbers, strict=True):
                 whole[part] = piece
+            del logits  # before the next chunk's are made
         context.save_for_backward(hidden, weight, bias, targets, normalisers, entropies)
         context.head, context.temperature, context.chunk = head, temperature, chunk
         return logprobs, entropies
@@ -80,6 +81,7 @@ class FusedLogprobs(torch.autograd.Function):
                 torch.addmm(
                     grad_weight, gradient.t(), hidden[part], out_dtype=torch.float32, beta=keep, out=grad_weight
                 )
+            del logits, gradient  # before the next chunk's are made
         weight_gradient = None if grad_weight is None else grad_weight.to(weight.dtype)
         bias_gradient = None if grad_bias is None or bias is None else grad_bias.to(bias.dtype)
         return grad_hidden, weight_gradient, bias_gradient, None, None, None, None

@@ -42,7 +42,7 @@ class LanguageModel(Trunk):
             self.save_merged(folder)
             return
         layers = linear_layers(self.module)
-        write_adapter(folder, self.adapters.detached(self.adapter), self.source, layers)
+        write_adapter(folder, self.adapters.detached(self.adapter), self.source, layers, self.quantization)
         self._save_tokenizer(folder)
 
     def save_merged(self, folder: Path) -> None:
@@ -61,7 +61,7 @@ class LanguageModel(Trunk):
             path.chmod(0o666 & ~mask)
 
 
-def find_head(module: PreTrainedModel) -> Head:
+def find_head(module: PreTrainedModel, *, fused: bool = False) -> Head:
     """The output projection, with the logit transforms this architecture's config names."""
     linear = module.get_output_embeddings()
     if linear is None:
@@ -73,6 +73,7 @@ def find_head(module: PreTrainedModel) -> Head:
         bias=getattr(linear, "bias", None),
         scale=scale,
         softcap=getattr(config, "final_logit_softcapping", None),
+        fused=fused,
     )
 
 

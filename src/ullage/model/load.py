@@ -17,9 +17,11 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 
 from ullage.base.errors import ModelError
 from ullage.model import attention
-from ullage.model.adapter_files import base_of, is_adapter_folder, read_adapter
+from ullage.model.adapter_files import base_of, is_adapter_folder, read_adapter, stored_quantization
 from ullage.model.language_model import LanguageModel, find_head, find_stop_ids
+from ullage.model.lora import linear_layers
 from ullage.model.probe import REMEDY, cache_shape
+from ullage.model.quantise import Quantisation, quantise_layers
 from ullage.model.target import Target
 from ullage.model.trunk import Trunk
 
@@ -37,24 +39,26 @@ def load_model(
     dtype: str = "auto",
     tokenizer_path: str | None = None,
     chat_template: str | None = None,
+    quantization: Quantisation | None = None,
 ) -> LanguageModel:
     """The model and its tokenizer on the target, ready for packed passes; problems are `ModelError` (66).
 
-    A PEFT folder gives the model that it names, with its adapter.
+    A PEFT folder gives the model that it names, with its adapter, quantised as it was in training.
     """
     if is_adapter_folder(path):
         return _load_adapted(Path(path).expanduser(), target, dtype, tokenizer_path, chat_template)
     wanted = target.default_dtype if dtype == "auto" else DTYPES[dtype]
-    _source(path)  # a missing model is a clearer message than a missing tokenizer
+    source_of(path)  # a missing model is a clearer message than a missing tokenizer
     tokenizer = load_tokenizer(tokenizer_path or path, chat_template=chat_template)
     module, missing = _read_module(path, wanted)
-    _refuse_missing(path, missing)
-    _settle(module, target, wanted)
+    refuse_missing(path, missing)
+    settle(module, target, wanted, quantization)
     return LanguageModel(
         module=module,
         source=path,
+        quantization=quantization,
         tokenizer=tokenizer,
-        head=find_head(module),
+        head=find_head(module, fused=target.fused_head(wanted)),
         target=target,
         dtype=wanted,
         stop_ids=find_stop_ids(module, tokenizer),
@@ -71,7 +75,14 @@ def _load_adapted(
     if tokenizer_path is None and (folder / "tokenizer_config.json").is_file():
         tokenizer_path = str(folder)
     try:
-        model = load_model(base, target, dtype=dtype, tokenizer_path=tokenizer_path, chat_template=chat_template)
+        model = load_model(
+            base,
+            target,
+            dtype=dtype,
+            tokenizer_path=tokenizer_path,
+            chat_template=chat_template,
+            quantization=stored_quantization(folder),
+        )
     except ModelError as error:
         moved = (
             "put it there again, or write its new place as base_model_name_or_path in a copy of the adapter's folder"
@@ -81,22 +92,22 @@ def _load_adapted(
     return model.adapted("actor", adapter)
 
 
-def load_trunk(path: str, target: Target, *, dtype: str = "auto") -> Trunk:
+def load_trunk(path: str, target: Target, *, dtype: str = "auto", quantization: Quantisation | None = None) -> Trunk:
     """The model without its output head, for a role that puts its own on it; also out of a classifier's folder."""
     wanted = target.default_dtype if dtype == "auto" else DTYPES[dtype]
     module, missing = _read_module(path, wanted)
     trunk = module.base_model
     assert isinstance(trunk, PreTrainedModel), "of a model that is one"
-    _refuse_missing(path, [name for name in missing if name.startswith(f"{module.base_model_prefix}.")])
-    _settle(trunk, target, wanted)
+    refuse_missing(path, [name for name in missing if name.startswith(f"{module.base_model_prefix}.")])
+    settle(trunk, target, wanted, quantization)
     cache_shape(trunk)  # refuses what cannot be packed
-    return Trunk(module=trunk, source=path, target=target, dtype=wanted)
+    return Trunk(module=trunk, source=path, quantization=quantization, target=target, dtype=wanted)
 
 
 def _read_module(path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, list[str]]:
     """A causal language model in host memory, and the names of its tensors that the files do not have."""
-    source = _source(path)
-    config = _guard(path, lambda: AutoConfig.from_pretrained(**source))
+    source = source_of(path)
+    config = guard(path, lambda: AutoConfig.from_pretrained(**source))
     _refuse_unpackable(config, path)
     options: dict[str, Any] = {"config": config, "dtype": dtype, "attn_implementation": attention.NAME}
     if "gguf_file" in source:
@@ -106,11 +117,11 @@ def _read_module(path: str, dtype: torch.dtype) -> tuple[PreTrainedModel, list[s
     if dtype == torch.float64:
         options["experts_implementation"] = "eager"  # the grouped product of mixtures of experts stops at float32
     options["output_loading_info"] = True
-    module, report = _guard(path, lambda: AutoModelForCausalLM.from_pretrained(**source, **options))
+    module, report = guard(path, lambda: AutoModelForCausalLM.from_pretrained(**source, **options))
     return module, sorted(report["missing_keys"])
 
 
-def _refuse_missing(path: str, missing: list[str]) -> None:
+def refuse_missing(path: str, missing: list[str]) -> None:
     if missing:  # transformers would go on with random numbers in their place
         raise ModelError(
             f"{path} lacks {len(missing)} of the model's tensors, such as {missing[0]}",
@@ -118,24 +129,28 @@ def _refuse_missing(path: str, missing: list[str]) -> None:
         )
 
 
-def _settle(module: PreTrainedModel, target: Target, dtype: torch.dtype) -> None:
-    """On its target, in its dtype, ready to run."""
-    module.to(device=target.device).eval()  # type: ignore[call-arg]  # transformers wraps it without types
+def settle(
+    module: PreTrainedModel, target: Target, dtype: torch.dtype, quantization: Quantisation | None = None
+) -> None:
+    """On its target, in its dtype, ready to run; linear layers below the head quantised if asked for."""
     for parameter in module.parameters():  # not the buffers: rotary frequencies in bf16 would misplace far tokens
         parameter.data = parameter.data.to(dtype)
+    if quantization is not None:  # before the rest moves: all of the plain weights may not fit the device
+        quantise_layers(module, linear_layers(module), quantization, target.device)
+    module.to(device=target.device).eval()  # type: ignore[call-arg]  # transformers wraps it without types
     _forget_quantisation(module)
 
 
 def load_tokenizer(path: str, *, chat_template: str | None = None) -> Any:  # noqa: ANN401 -- transformers' own type tree
     """The tokenizer alone; `chat_template` replaces its template."""
-    source = _source(path, weights=False)
-    tokenizer = _guard(path, lambda: AutoTokenizer.from_pretrained(**source))
+    source = source_of(path, weights=False)
+    tokenizer = guard(path, lambda: AutoTokenizer.from_pretrained(**source))
     if chat_template is not None:
         tokenizer.chat_template = chat_template
     return tokenizer
 
 
-def _source(path: str, *, weights: bool = True) -> dict[str, Any]:
+def source_of(path: str, *, weights: bool = True) -> dict[str, Any]:
     """`from_pretrained` arguments for a path, after checking that what it names is there and whole."""
     if not path:
         raise ModelError("no model given", "set actor_rollout_ref.model.path to a folder, a .gguf file or a Hub id")
@@ -191,7 +206,7 @@ def _check_folder(folder: Path) -> None:
             raise ModelError(f"{file} is damaged: {error}", "copy or download the model again") from None
 
 
-def _guard(path: str, load: Any) -> Any:  # noqa: ANN401
+def guard(path: str, load: Any) -> Any:  # noqa: ANN401
     """Run a `from_pretrained` call quietly; translate what it raises."""
     transformers.utils.logging.set_verbosity_error()
     transformers.utils.logging.disable_progress_bar()

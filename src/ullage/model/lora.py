@@ -20,6 +20,7 @@ from transformers import PreTrainedModel
 
 from ullage.base.errors import ConfigError, ModelError
 from ullage.base.seeds import derive
+from ullage.model.quantise import linear, plain_weight
 
 ALL_LINEAR = "all-linear"
 Number = TypeVar("Number", int, float)
@@ -91,7 +92,7 @@ class Adapters:
         for layer, pair in adapter.layers.items():
             plain = layers[layer]
             scale = adapter.settings.scale_of(layer)
-            self._adapted(layer, plain).adapters[name] = LowRank(pair, scale, like=plain.weight, dtype=dtype)
+            self._adapted(layer, plain).adapters[name] = LowRank(pair, scale, plain.weight.device, dtype)
         self.settings[name] = adapter.settings
         self.select(name)
 
@@ -108,15 +109,22 @@ class Adapters:
 
     @torch.no_grad()
     def merged_state(self, name: str) -> dict[str, Tensor]:
-        """The module's weights with the adapter added in, under the names it had without adapters."""
-        own = {
-            f"{layer}.{inner}" for layer, part in self._parts() for inner in part.state_dict() if "adapters." in inner
-        }
-        state = {key: value for key, value in self.module.state_dict().items() if key not in own}
-        for layer, low in self._layers_of(name):
-            weight = state[f"{layer}.weight"]
-            # To host memory one by one: a second copy of all of them may not fit the device.
-            state[f"{layer}.weight"] = (weight.double() + low.product()).to(weight.dtype).cpu()
+        """The module's weights with the adapter added in, under the names it had without adapters.
+
+        What was quantised is plain again. The sum is rounded to the model's dtype: in half precision it is close to
+        what was trained, not equal to it.
+        """
+        state, layers = self.module.state_dict(), linear_layers(self.module)
+        changes = dict(self._layers_of(name))
+        for layer, part in layers.items():
+            for inner in part.state_dict():
+                if inner.startswith(("adapters.", "weight.")):  # not `weight`, which is a plain one
+                    del state[f"{layer}.{inner}"]
+            if layer in changes or f"{layer}.weight" not in state:
+                weight = plain_weight(part)
+                merged = weight.double() + changes[layer].product() if layer in changes else weight
+                # To host memory one by one: a second copy of all of them may not fit the device.
+                state[f"{layer}.weight"] = merged.to(weight.dtype).cpu()
         return state
 
     def _adapted(self, layer: str, plain: nn.Linear) -> AdaptedLinear:
@@ -128,9 +136,9 @@ class Adapters:
         return adapted
 
     def _parts(self) -> Iterator[tuple[str, AdaptedLinear]]:
-        for layer, linear in linear_layers(self.module).items():
-            if isinstance(linear, AdaptedLinear):
-                yield layer, linear
+        for layer, part in linear_layers(self.module).items():
+            if isinstance(part, AdaptedLinear):
+                yield layer, part
 
     def _layers_of(self, name: str | None) -> Iterator[tuple[str, LowRank]]:
         for layer, part in self._parts():
@@ -146,7 +154,7 @@ class _InUse:
 
 
 class AdaptedLinear(nn.Linear):
-    """A linear layer with its own weight and bias, plus the change of the adapter in use."""
+    """A linear layer with its own weight and bias, plain or quantised, plus the change of the adapter in use."""
 
     def __init__(self, plain: nn.Linear, in_use: _InUse, *, wide: bool) -> None:
         nn.Module.__init__(self)  # not Linear's, which would make weights of its own
@@ -158,7 +166,7 @@ class AdaptedLinear(nn.Linear):
         self.train(plain.training)
 
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- the name in torch
-        out = functional.linear(input, self.weight, self.bias)
+        out = linear(input, self.weight, self.bias)
         name = self.in_use.name
         if name is None or name not in self.adapters:
             return out
@@ -171,9 +179,9 @@ class AdaptedLinear(nn.Linear):
 class LowRank(nn.Module):
     """One layer's part of one adapter."""
 
-    def __init__(self, pair: Pair, scale: float, *, like: Tensor, dtype: torch.dtype) -> None:
+    def __init__(self, pair: Pair, scale: float, device: torch.device, dtype: torch.dtype) -> None:
         super().__init__()
-        self.down, self.up = (nn.Parameter(part.to(like.device, dtype, copy=True).contiguous()) for part in pair)
+        self.down, self.up = (nn.Parameter(part.to(device, dtype, copy=True).contiguous()) for part in pair)
         self.scale = scale
 
     def product(self) -> Tensor:

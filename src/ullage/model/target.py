@@ -32,6 +32,10 @@ class Target:
         """Whether packed attention runs on `torch.nn.attention.varlen` (flash kernels: half precision, Ampere up)."""
         return self.kind == "cuda" and self.capability >= (8, 0) and dtype in (torch.bfloat16, torch.float16)
 
+    def fused_head(self, dtype: torch.dtype) -> bool:
+        """Whether the LM head runs on kernels of our own."""
+        return self.varlen_attention(dtype) and dtype == torch.bfloat16
+
     def wide_attention(self, dtype: torch.dtype) -> bool:
         """Whether attention is computed in float64 between float32 layers.
 

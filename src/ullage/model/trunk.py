@@ -13,6 +13,7 @@ from transformers import PreTrainedModel
 from ullage.base.errors import ModelError
 from ullage.model.attention import Layout
 from ullage.model.lora import Adapter, Adapters
+from ullage.model.quantise import Quantisation
 from ullage.model.target import Target
 
 
@@ -25,6 +26,8 @@ class Trunk:
     dtype: torch.dtype
     source: str = ""
     """What it was loaded from."""
+    quantization: Quantisation | None = None
+    """What its linear layers are kept in, where that is not their dtype."""
     adapters: Adapters | None = None
     """All adapters of the module, where it has any."""
     adapter: str | None = None

@@ -19,6 +19,7 @@ from torch.nn import functional
 from ullage.base.errors import ModelError
 from ullage.model.load import load_trunk
 from ullage.model.packing import Packed
+from ullage.model.quantise import Quantisation
 from ullage.model.target import Target
 from ullage.model.trunk import Trunk
 
@@ -65,9 +66,11 @@ class ValueModel:
             parameter.copy_(tensors[name])
 
 
-def load_value_model(path: str, target: Target, *, dtype: str = "auto") -> ValueModel:
+def load_value_model(
+    path: str, target: Target, *, dtype: str = "auto", quantization: Quantisation | None = None
+) -> ValueModel:
     """A model folder's trunk under a value head: the saved head of a classifier with one output, or zeros."""
-    return add_value_head(load_trunk(path, target, dtype=dtype))
+    return add_value_head(load_trunk(path, target, dtype=dtype, quantization=quantization))
 
 
 def add_value_head(trunk: Trunk) -> ValueModel:

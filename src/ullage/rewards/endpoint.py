@@ -46,6 +46,7 @@ class Endpoint:
             api_key_env=settings.api_key_env,
             timeout_seconds=timeout_seconds,
             retries=settings.retries,
+            concurrency=settings.concurrency,
         )
         self.description = f"scoring service at {self._connection.place}"
 

@@ -82,6 +82,7 @@ class Judge:
             api_key_env=settings.api_key_env,
             timeout_seconds=settings.timeout_seconds,
             retries=settings.retries,
+            concurrency=settings.concurrency,
             max_calls=settings.max_calls,
         )
         limit = "no limit of calls" if settings.max_calls is None else f"at most {settings.max_calls} calls"

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from concurrent.futures import Future
+from dataclasses import replace
 from typing import TYPE_CHECKING
 
 from ullage.config.tree import Reward, RewardFunction
@@ -67,9 +68,9 @@ def is_service(function: RewardFunction) -> bool:
 def summed(scores: Sequence[Score]) -> Score:
     """One score of several judges' (weighted) ones; without a total where one of them has none."""
     parts = {name: value for score in scores for name, value in score.parts.items()}
-    errors = [score.error for score in scores if score.total is None]
-    if errors:
-        return Score(None, parts, errors[0])
+    failed = [score for score in scores if score.total is None]
+    if failed:
+        return replace(failed[0], parts=parts)
     total = sum(score.total or 0.0 for score in scores)
     if not math.isfinite(total):
         return Score(None, parts, f"the weighted sum is {total}")

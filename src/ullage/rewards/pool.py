@@ -7,7 +7,7 @@ import math
 import queue
 import threading
 from concurrent.futures import Future
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, field, fields
 from typing import Any
 
 from ullage.base.errors import ConfigError, ServiceError
@@ -46,6 +46,8 @@ class Score:
     """Why there is no total."""
     answer: str | None = None
     """What the first function that tells it took for the answer; empty where it found none."""
+    remedy: str = field(default="correct the reward function, or give it more reward.timeout_seconds", compare=False)
+    """What to do about the error."""
 
 
 class RewardPool:
@@ -87,7 +89,7 @@ class RewardPool:
         if not asked:  # a reward model or an environment says what it is worth
             future.set_result(Score(0.0, {}, None))
             return
-        values = {field.name: getattr(request, field.name) for field in fields(request)}
+        values = {own.name: getattr(request, own.name) for own in fields(request)}
         try:
             line = json.dumps({"functions": asked, **values}, default=as_json).encode()
         except (TypeError, ValueError) as error:
@@ -208,12 +210,12 @@ def scores_source(function: RewardFunction, source: str) -> bool:
 
 def check_budget(scores: list[Score], max_failure_fraction: float) -> None:
     """ServiceError if a larger share of the scores failed."""
-    errors = [score.error for score in scores if score.total is None]
-    if len(errors) > max_failure_fraction * len(scores):
+    failed = [score for score in scores if score.total is None]
+    if len(failed) > max_failure_fraction * len(scores):
         limit = f"{100 * max_failure_fraction:g} %"
         raise ServiceError(
-            f"{len(errors)} of {len(scores)} rewards failed (limit {limit}): first: {errors[0]}",
-            "correct the reward function, or raise reward.timeout_seconds or reward.max_failure_fraction",
+            f"{len(failed)} of {len(scores)} rewards failed (limit {limit}): first: {failed[0].error}",
+            f"{failed[0].remedy}, or raise reward.max_failure_fraction",
         )
 
 

@@ -8,6 +8,7 @@ import contextlib
 import json
 import os
 import queue
+import re
 import threading
 import time
 from collections.abc import Sequence
@@ -28,7 +29,10 @@ FIRST_PAUSE_SECONDS = 0.5
 LONGEST_PAUSE_SECONDS = 8.0
 RETRIED = frozenset({408, 425, 429, 500, 502, 503, 504})
 """Answers that another attempt may change."""
+NEVER_SENT = (httpx.LocalProtocolError, httpx.UnsupportedProtocol)
+"""Errors that no further attempt changes."""
 MAX_REPLY_BYTES = 1 << 20
+REMEDY = "see that the service runs, or give it more timeout_seconds"
 
 Settings = TypeVar("Settings", bound=Section)
 
@@ -53,6 +57,15 @@ class Reply(NamedTuple):
     content: bytes
 
 
+class Silence(Exception):  # noqa: N818 -- not a failure of the program: it becomes the sample's error text
+    """Nothing came back."""
+
+    def __init__(self, why: str, *, final: bool) -> None:
+        super().__init__(why)
+        self.final = final
+        """Another attempt would end the same way."""
+
+
 class Connection:
     """One URL that takes JSON and gives JSON. Used by many threads at a time."""
 
@@ -64,6 +77,7 @@ class Connection:
         api_key_env: str | None,
         timeout_seconds: float,
         retries: int,
+        concurrency: int,
         max_calls: int | None = None,
     ) -> None:
         self.place = _checked(url, name)
@@ -77,9 +91,14 @@ class Connection:
         self._calls = 0
         self._counting = threading.Lock()
         self._closing = threading.Event()
-        self._unreachable = False
+        self._unanswered = 0
+        """Questions in a row to which nothing came back."""
+        self._answers = 0
         headers = {"content-type": "application/json"}
-        self._client = httpx.Client(headers=headers | ({"authorization": f"Bearer {self._key}"} if self._key else {}))
+        self._client = httpx.Client(
+            headers=headers | ({"authorization": f"Bearer {self._key}"} if self._key else {}),
+            limits=httpx.Limits(max_connections=concurrency, max_keepalive_connections=concurrency),
+        )
 
     def post(self, body: dict[str, Any]) -> Any:  # noqa: ANN401 -- whatever the service says
         """The answer's JSON. UnusableResult says why there is none; ServiceError that the calls are spent."""
@@ -87,28 +106,27 @@ class Connection:
             content = json.dumps(body, default=as_json).encode()
         except (TypeError, ValueError) as error:
             raise UnusableResult(f"cannot be given this row: {error}") from None
-        deadline = time.monotonic() + self._timeout_seconds
-        # Nobody waits long for a service that was just not there; it gets a full hearing again when it has answered.
-        attempts = 1 if self._unreachable else 1 + self._retries
+        attempts, seconds = self._hearing()
+        deadline, answers = time.monotonic() + seconds, self._answers
         made, failure, asked = 0, "", ""
         while made < attempts and (made == 0 or self._pause(made, asked, deadline)):
             self._count()
             made += 1
             try:
-                reply = self._exchange(content, deadline)
-            except httpx.TimeoutException:
-                failure = f"gave no answer within {self._timeout_seconds:g} s"
-                break
-            except httpx.RequestError as error:
-                failure, asked = f"cannot be reached: {printable(str(error))}", ""
-                self._unreachable = made == attempts
+                reply = self._exchange(content, deadline, seconds)
+            except Silence as silence:
+                failure, asked = str(silence), ""
+                if silence.final:
+                    break
                 continue
-            self._unreachable = False
+            self._unanswered, self._answers = 0, self._answers + 1
             if reply.status == httpx.codes.OK:
                 return self._decoded(reply.content)
             failure, asked = self._refusal(reply), reply.retry_after
             if reply.status not in RETRIED:
                 break
+        if answers == self._answers:  # to nobody else either
+            self._unanswered += 1
         raise UnusableResult(f"at {self.place} {failure}" + (f" ({made} attempts)" if made > 1 else ""))
 
     def close(self) -> None:
@@ -116,7 +134,31 @@ class Connection:
         self._closing.set()
         self._client.close()
 
-    def _exchange(self, content: bytes, deadline: float) -> Reply:
+    def _hearing(self) -> tuple[int, float]:
+        """Attempts and seconds that a question gets.
+
+        Nobody waits long for a service that was just not there: one attempt, with its share of the time. It may only be
+        slow, so now and then a question is given all of it; and every one when it has answered.
+        """
+        attempts = 1 + self._retries
+        if not self._unanswered:
+            return attempts, self._timeout_seconds
+        return 1, self._timeout_seconds / (attempts if self._unanswered % attempts else 1)
+
+    def _exchange(self, content: bytes, deadline: float, seconds: float) -> Reply:
+        try:
+            reply = self._posted(content, deadline)
+        except httpx.TimeoutException:
+            before = f", nor to an earlier question in {self._timeout_seconds:g} s"
+            shortened = before if seconds < self._timeout_seconds else ""
+            raise Silence(f"gave no answer within {seconds:.3g} s{shortened}", final=True) from None
+        except httpx.RequestError as error:
+            final = isinstance(error, NEVER_SENT)
+            why = printable(self._masked(str(error).encode()).decode())
+            raise Silence(f"cannot be {'asked' if final else 'reached'}: {why}", final=final) from None
+        return reply._replace(content=self._masked(reply.content))  # services quote what they were sent
+
+    def _posted(self, content: bytes, deadline: float) -> Reply:
         remaining = max(deadline - time.monotonic(), 1e-3)
         with self._client.stream("POST", self._url, content=content, timeout=remaining) as response:
             received = b""
@@ -126,9 +168,14 @@ class Connection:
                     raise UnusableResult(f"at {self.place} answered with more than {MAX_REPLY_BYTES} bytes")
                 if time.monotonic() > deadline:  # httpx limits each read, not their sum
                     raise httpx.ReadTimeout("")
-        # Services quote what they were sent, headers included.
-        received = received.replace(self._key.encode(), b"***") if self._key else received
         return Reply(response.status_code, response.headers.get("retry-after", ""), received)
+
+    def _masked(self, text: bytes) -> bytes:
+        """Without the key, also where a representation or JSON has put backslashes into it."""
+        if not self._key:
+            return text
+        characters = (re.escape(character.encode()) for character in self._key if character != "\\")
+        return re.sub(rb"\\*".join(characters), b"***", text)
 
     def _pause(self, attempt: int, asked: str, deadline: float) -> bool:
         """Wait before another attempt, as long as the service asked for; False where the time limit ends first."""
@@ -183,14 +230,16 @@ def _checked(url: str, name: str) -> str:
 def _key(variable: str | None, name: str) -> str:
     if variable is None:
         return ""
-    key = os.environ.get(variable, "")
+    key = os.environ.get(variable, "").strip()
     if not key:
         raise ConfigError(
             f"the environment variable that the reward {name} takes its key from is not set: {variable}",
             f"export {variable}=..., or leave kwargs.api_key_env out for a service without one",
         )
-    if not (key.isascii() and key.isprintable()):
-        raise ConfigError(f"{variable} holds what no HTTP header can carry", "set it to the key alone, on one line")
+    if not (key.isascii() and key.isprintable() and " " not in key):
+        raise ConfigError(
+            f"{variable} holds white space or other characters that no key has", "set it to the key alone, on one line"
+        )
     return key
 
 
@@ -261,7 +310,7 @@ class Desk:
             values = self._service.values([request for request, _ in jobs])
         except UnusableResult as error:
             for _, future in jobs:
-                future.set_result(Score(None, {}, f"{self._service.name} {error}"))
+                future.set_result(self._failed(error))
         except Exception as error:  # noqa: BLE001 -- a spent budget or a bug of ours: raised where the result is awaited
             for _, future in jobs:
                 future.set_exception(error)
@@ -273,7 +322,10 @@ class Desk:
         try:
             result = read_result(value)
         except UnusableResult as error:
-            return Score(None, {}, f"{self._service.name} {error}")
+            return self._failed(error)
         assert result.score is not None, "None is for TRL functions"
         parts = {self.label: result.score} | {f"{self.label}/{name}": number for name, number in result.metrics.items()}
         return Score(self._function.weight * result.score, parts, None, result.answer)
+
+    def _failed(self, error: UnusableResult) -> Score:
+        return Score(None, {}, f"{self._service.name} {error}", remedy=REMEDY)

@@ -7,6 +7,7 @@ import time
 from pathlib import Path
 
 from ullage.algorithms._compose import compose, name_of
+from ullage.config.check import SUPERVISED
 from ullage.config.tree import Config
 from ullage.rollout.embedded.engine import Engine
 from ullage.run.roles import make_actor, make_critic, make_reference, open_model, register_memory
@@ -26,7 +27,7 @@ def assemble(given: Surroundings, resume_from: Path | None) -> Trainer:
     algorithm = compose(config)
     scorers = open_scorers(given)
     model = open_model(config, given.target, weights=resume_from and resume_from / "model")
-    actor = make_actor(config, model, ranks, recorder)
+    actor = make_actor(config, model, ranks, recorder, given.replays)
     critic = make_critic(given, algorithm, actor)
     supply = (supply_answers if "completions" in algorithm.needs else supply_samples)(given, scorers, actor, algorithm)
     facts = {"data_fingerprint": supply.fingerprint, "model_type": model.module.config.model_type}
@@ -52,7 +53,7 @@ def assemble(given: Surroundings, resume_from: Path | None) -> Trainer:
         total_steps=total_steps,
         actor=actor,
         critic=critic,
-        reference=make_reference(config, actor, recorder) if uses_reference else None,
+        reference=make_reference(config, actor, recorder, given.replays) if uses_reference else None,
         algorithm=algorithm,
         collector=supply.collector,
         evaluator=supply.evaluator,
@@ -60,6 +61,7 @@ def assemble(given: Surroundings, resume_from: Path | None) -> Trainer:
         schedule=Schedule(config, algorithm.aggregation, ranks),
         keeper=keeper,
         recorder=recorder,
+        replays=given.replays,
         ranks=ranks,
         stop=given.stop,
     )
@@ -87,7 +89,8 @@ def announce(given: Surroundings, total_steps: int) -> None:
 
 def derivation(config: Config, num_ranks: int) -> str:
     """How the batch words of the config combine, in one line."""
-    prompts, samples = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
+    supervised = config.algorithm.name == SUPERVISED  # a prompt comes with its one answer
+    prompts, samples = config.data.train_batch_size, 1 if supervised else config.actor_rollout_ref.rollout.n
     mini = config.actor_rollout_ref.actor.ppo_mini_batch_size or prompts
     updates = math.ceil(prompts / mini) * config.actor_rollout_ref.actor.ppo_epochs
     return (

@@ -21,6 +21,7 @@ BOUND = frozenset(
         "actor_rollout_ref.model.lora_alpha",
         "actor_rollout_ref.model.target_modules",
         "actor_rollout_ref.model.lora_adapter_path",
+        "actor_rollout_ref.model.quantization",
         "critic.model.lora_rank",
         "critic.model.lora_alpha",
         "trainer.device",

@@ -237,7 +237,8 @@ def _train_first_and_last_layer(model: LanguageModel) -> None:
     """Gradients of these two layers pass through all others, without the memory of all others' gradients."""
     model.module.requires_grad_(False)
     for layer in (model.layers[0], model.layers[-1]):
-        layer.requires_grad_(True)
+        for parameter in layer.parameters():
+            parameter.requires_grad_(parameter.is_floating_point())  # quantised weights have none
 
 
 def _compare(

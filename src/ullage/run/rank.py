@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from ullage.base import faults
+from ullage.base.allocator import expand_segments
 from ullage.base.communicator import Solo
 from ullage.base.errors import InterruptedRunError, PeerLostError, PreemptedError, UllageError
 from ullage.config.load import load_config
@@ -60,12 +61,13 @@ def surroundings(
     directory: RunDirectory, stop: Stop, writer: MetricsWriter, closing: ExitStack, rank: int, size: int
 ) -> Surroundings:
     """Find the device and the peers; what is opened here, `closing` closes."""
+    expand_segments()
     import torch
 
     from ullage.engine import parallel
     from ullage.engine.measure import MemoryProbe
     from ullage.model.target import find_target
-    from ullage.run.surroundings import Surroundings
+    from ullage.run.surroundings import Surroundings, make_replays
 
     config = load_config(directory.resolved).config
     target = find_target(config.trainer.device, rank)
@@ -76,7 +78,8 @@ def surroundings(
     closing.callback(parallel.leave)
     torch.manual_seed(config.trainer.seed)
     probe = MemoryProbe(target)
-    recorder = make_recorder(writer, probe, rank)
+    mined = faults.asked_for(rank)
+    recorder = FaultyRecorder(writer, probe, mined) if mined else Recorder(writer, [], probe)
     closing.callback(recorder.stop)
     stop.current_phase = lambda: recorder.current_phase
     return Surroundings(
@@ -87,6 +90,7 @@ def surroundings(
         recorder=recorder,
         writer=writer,
         probe=probe,
+        replays=make_replays(config, recorder, factor=mined[0].factor if mined else 2),
         stop=stop,
         closing=closing,
     )
@@ -95,6 +99,7 @@ def surroundings(
 def train(given: Surroundings) -> None:
     """Assemble and train. Nothing up to the first step is collective, so what fails there on one rank is shared."""
     from ullage.run.assemble import assemble
+    from ullage.run.fit import fitting
     from ullage.run.launch import newest_checkpoint
 
     error: UllageError | None = None
@@ -104,31 +109,48 @@ def train(given: Surroundings) -> None:
         checkpoint, warnings = newest_checkpoint(given.directory)
         for warning in warnings:
             given.recorder.event(warning)
-        trainer = assemble(given, checkpoint)
+        with fitting(given):
+            trainer = assemble(given, checkpoint)
         given.writer.truncate_after(trainer.keeper.recorded_until)
     except UllageError as problem:
         error = problem
     given.ranks.raise_together(error)
-    trainer.train()
-
-
-def make_recorder(writer: MetricsWriter, probe: MemoryProbe, rank: int) -> Recorder:
-    fault = faults.asked_for(rank)
-    return Recorder(writer, [], probe) if fault is None else FaultyRecorder(writer, probe, fault)
+    with fitting(given):
+        trainer.train()
 
 
 class FaultyRecorder(Recorder):
     """A recorder whose phases a test has mined."""
 
-    def __init__(self, writer: MetricsWriter, probe: MemoryProbe, fault: faults.Fault) -> None:
+    def __init__(self, writer: MetricsWriter, probe: MemoryProbe, mined: list[faults.Fault]) -> None:
         super().__init__(writer, [], probe)
-        self._fault = fault
+        self._mined = mined
+        if any(fault.kind == faults.OUT_OF_MEMORY for fault in mined):
+            self._mine_passes()
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         with super().phase(name):
-            self._fault.strike(name, self.current_step)
+            for fault in self._mined:
+                fault.strike(name, self.current_step)
             yield
+
+    def _mine_passes(self) -> None:
+        """Every pass through a model, of whatever role, asks whether it is the one."""
+        from torch import OutOfMemoryError, Tensor, nn
+        from torch.nn.modules.module import register_module_forward_hook
+
+        def run_out(*_: object) -> None:
+            raise OutOfMemoryError("injected by a test")
+
+        def hook(module: nn.Module, given: object, out: Tensor) -> None:
+            if not isinstance(module, nn.Embedding):  # of its tokens: where a pass begins, and its backward half ends
+                return
+            for fault in self._mined:
+                if fault.runs_out(self.current_phase, self.current_step):
+                    run_out() if fault.half == "forward" else out.register_hook(run_out)
+
+        register_module_forward_hook(hook)
 
 
 def add_views(recorder: Recorder, config: Config, directory: RunDirectory) -> None:

@@ -14,7 +14,8 @@ from ullage.base.seeds import derive
 from ullage.batch.pack import Limits
 from ullage.config.tree import Config
 from ullage.engine.measure import MemoryProbe
-from ullage.engine.recompute import recompute_layers
+from ullage.engine.parking import Parked
+from ullage.engine.replay import Replays
 from ullage.model.adapter_files import is_adapter_folder, read_adapter
 from ullage.model.language_model import LanguageModel
 from ullage.model.load import load_model
@@ -23,10 +24,12 @@ from ullage.model.target import Target
 from ullage.model.trunk import Trunk
 from ullage.model.value_model import ValueModel, add_value_head, load_value_model, share_trunk
 from ullage.rollout.embedded.engine import Engine
+from ullage.run.levers import optimizer_levers, prepare_layers, resident_phase
 from ullage.run.surroundings import Surroundings
 from ullage.telemetry.recorder import Recorder
 from ullage.workers.actor import Actor
 from ullage.workers.critic import Critic
+from ullage.workers.passes import Phase
 from ullage.workers.reference import Reference
 from ullage.workers.reward_model import RewardModel, load_reward_model
 
@@ -48,6 +51,7 @@ def open_model(config: Config, target: Target, *, weights: Path | None = None) -
         dtype=wanted.dtype,
         tokenizer_path=wanted.tokenizer_path,
         chat_template=wanted.custom_chat_template,
+        quantization=None if weights else wanted.quantization,  # a checkpoint knows its own
     )
     if weights is None and (wanted.lora_rank or wanted.lora_adapter_path):
         return model.adapted("actor", actor_adapter(config, model))
@@ -75,24 +79,23 @@ def fresh_adapter(config: Config, trunk: Trunk, role: str, rank: int, alpha: flo
     return new_adapter(trunk.module, Settings(rank=rank, alpha=alpha), targets, seed)
 
 
-def make_limits(config: Config, model: LanguageModel) -> Limits:
+def make_limits(config: Config) -> Limits:
     actor = config.actor_rollout_ref.actor
     longest = config.data.max_prompt_length + config.data.max_response_length
     tokens = actor.ppo_max_token_len_per_gpu
-    # The varlen kernel has no shared prefix; block attention has, and is exact for every supported architecture.
-    share = actor.share_prompt_prefix
     return Limits(
         max_tokens=max(AUTO_TOKENS, longest) if tokens == "auto" else tokens,
         max_sequences=actor.ppo_micro_batch_size_per_gpu,
-        share_prefix=not model.target.varlen_attention(model.dtype) if share == "auto" else share,
+        share_prefix=actor.share_prompt_prefix is not False,
     )
 
 
-def make_actor(config: Config, model: LanguageModel, ranks: Communicator, recorder: Recorder) -> Actor:
+def make_actor(
+    config: Config, model: LanguageModel, ranks: Communicator, recorder: Recorder, replays: Replays | None = None
+) -> Actor:
     arr = config.actor_rollout_ref
-    if recomputes(config, model.target):
-        recompute_layers(model.layers)
-    limits = make_limits(config, model)
+    prepare_layers(model, config)
+    limits = make_limits(config)
     return Actor(
         model,
         arr.actor,
@@ -100,13 +103,10 @@ def make_actor(config: Config, model: LanguageModel, ranks: Communicator, record
         ranks,
         temperature=arr.rollout.temperature,
         seed=config.trainer.seed,
+        levers=optimizer_levers(config),
         phase=recorder.phase,
+        replays=replays,
     )
-
-
-def recomputes(config: Config, target: Target) -> bool:
-    recompute = config.actor_rollout_ref.model.enable_gradient_checkpointing
-    return target.kind == "cuda" if recompute == "auto" else recompute
 
 
 def make_critic(given: Surroundings, algorithm: Algorithm, actor: Actor) -> Critic | None:
@@ -120,14 +120,22 @@ def make_critic(given: Surroundings, algorithm: Algorithm, actor: Actor) -> Crit
     limits = actor.limits
     if critic.ppo_max_token_len_per_gpu != "auto":
         limits = Limits(max_tokens=critic.ppo_max_token_len_per_gpu, share_prefix=limits.share_prefix)
-    return Critic(
-        share_trunk(actor.model) if critic.share_actor else open_value_model(config, actor.model),
+    model = share_trunk(actor.model) if critic.share_actor else open_value_model(config, actor.model)
+    role = Critic(
+        model,
         critic,
         limits,
         given.ranks,
         max_nonfinite_steps=config.actor_rollout_ref.actor.max_nonfinite_steps,
+        seed=config.trainer.seed,
+        levers=optimizer_levers(config),
         phase=given.recorder.phase,
+        replays=given.replays,
     )
+    if model.trunk.module is not actor.model.module:  # after its optimizer has seen where the weights are used
+        weights = [*model.trunk.module.parameters(), model.weight, model.bias]
+        role.phase = resident_phase(role.phase, weights, config, given.target, trained=True)
+    return role
 
 
 def open_value_model(config: Config, actor_model: LanguageModel) -> ValueModel:
@@ -138,7 +146,12 @@ def open_value_model(config: Config, actor_model: LanguageModel) -> ValueModel:
         adapter = fresh_adapter(config, actor_model, "critic", wanted.lora_rank, wanted.lora_alpha)
         return add_value_head(actor_model.adapted("critic", adapter))
     try:
-        model = load_value_model(path, target, dtype=config.actor_rollout_ref.model.dtype)
+        model = load_value_model(
+            path,
+            target,
+            dtype=config.actor_rollout_ref.model.dtype,
+            quantization=config.actor_rollout_ref.model.quantization if wanted.lora_rank else None,
+        )
     except ModelError as error:
         raise ModelError(f"the critic's model: {error.cause}", "check critic.model.path") from error
     known, used = (trunk.module.config.get_text_config().vocab_size for trunk in (model.trunk, actor_model))
@@ -150,23 +163,27 @@ def open_value_model(config: Config, actor_model: LanguageModel) -> ValueModel:
     if wanted.lora_rank:
         adapter = fresh_adapter(config, model.trunk, "critic", wanted.lora_rank, wanted.lora_alpha)
         model = replace(model, trunk=model.trunk.adapted("critic", adapter))
-    if recomputes(config, target):
-        recompute_layers(model.trunk.layers)
+    prepare_layers(model.trunk, config)
     return model
 
 
-def make_reference(config: Config, actor: Actor, recorder: Recorder) -> Reference:
+def make_reference(config: Config, actor: Actor, recorder: Recorder, replays: Replays | None = None) -> Reference:
     """The policy without what training adds: the actor's weights with adapters off, or a copy of them all."""
     arr, limits = config.actor_rollout_ref, actor.limits
     tokens = arr.ref.log_prob_max_token_len_per_gpu
     if tokens != "auto":
         limits = Limits(max_tokens=tokens, share_prefix=limits.share_prefix)
-    adapted = actor.model.adapters is not None
-    model = replace(actor.model, adapter=None) if adapted else open_model(config, actor.model.target)
-    return Reference(model, limits, temperature=arr.rollout.temperature, phase=recorder.phase)
+    phase: Phase = recorder.phase
+    if actor.model.adapters is not None:
+        model = replace(actor.model, adapter=None)
+    else:
+        model = open_model(config, actor.model.target)
+        weights, target = model.module.parameters(), actor.model.target
+        phase = resident_phase(phase, weights, config, target, trained=False)
+    return Reference(model, limits, temperature=arr.rollout.temperature, phase=phase, replays=replays)
 
 
-def make_reward_model(config: Config, target: Target) -> RewardModel | None:
+def make_reward_model(config: Config, target: Target, replays: Replays | None = None) -> RewardModel | None:
     """The reward model, where the config asks for one."""
     if not config.reward_model.enable:
         return None
@@ -174,15 +191,19 @@ def make_reward_model(config: Config, target: Target) -> RewardModel | None:
     # Another tokenizer may need more tokens for the same text.
     longest = 2 * (config.data.max_prompt_length + config.data.max_response_length)
     try:
-        return load_reward_model(
+        model = load_reward_model(
             wanted.path,
             target,
             tokenizer_path=wanted.tokenizer_path,
             dtype=config.actor_rollout_ref.model.dtype,
             max_tokens=max(AUTO_TOKENS, longest),
+            replays=replays,
         )
     except ModelError as error:
         raise ModelError(f"the reward model: {error.cause}", "check reward_model.model.path") from error
+    if config.memory.offload_roles:
+        model.resident = Parked(model.module.parameters(), target.device, trained=False).here
+    return model
 
 
 def register_memory(

@@ -13,6 +13,7 @@ from ullage.data.prompts import load_prompts
 from ullage.engine.measure import MemoryProbe
 from ullage.model.target import find_target
 from ullage.run.environment import with_tools
+from ullage.run.fit import fitting
 from ullage.run.roles import open_model
 from ullage.run.sources import refuse_unscored, sources_of
 from ullage.run.supply import (
@@ -24,7 +25,7 @@ from ullage.run.supply import (
     open_scorers,
     report_overlong,
 )
-from ullage.run.surroundings import Surroundings
+from ullage.run.surroundings import Surroundings, make_replays
 from ullage.telemetry.recorder import Recorder
 from ullage.telemetry.run_directory import RunDirectory
 from ullage.telemetry.view import View
@@ -44,8 +45,9 @@ def evaluate_weights(config: Config, weights: str, view: View) -> Evaluation:
         val = load_prompts(data.val_files, data, model.tokenizer, max_samples=data.val_max_samples)
         report_overlong(val, given.recorder)
         refuse_unscored(config, sources_of(val.prompts))
-        engine = make_engine(config, model, prompt_tokens=longest_prompt(val), samples=num_evaluated(config, val))
-        return make_evaluator(config, val, make_source(given, scorers, engine, model), given).evaluate(0)
+        with fitting(given):
+            engine = make_engine(config, model, prompt_tokens=longest_prompt(val), samples=num_evaluated(config, val))
+            return make_evaluator(config, val, make_source(given, scorers, engine, model), given).evaluate(0)
 
 
 def require_evaluable(config: Config) -> None:
@@ -75,6 +77,7 @@ def _surroundings(config: Config, view: View, closing: ExitStack) -> Surrounding
         recorder=recorder,
         writer=writer,
         probe=probe,
+        replays=make_replays(config, recorder),
         stop=Stop(),
         closing=closing,
     )

@@ -5,6 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import NamedTuple
 
+from torch import Tensor
+
 from ullage.algorithms import Algorithm
 from ullage.config.check import is_rewarded
 from ullage.config.tree import Config
@@ -61,7 +63,9 @@ def supply_samples(given: Surroundings, scorers: Scorers, actor: Actor, algorith
     check_rewards(config, sources_of((*train.prompts, *(val.prompts if val else ()))))
     sampler = make_sampler(config, train.prompts)
     samples = max(config.data.train_batch_size * config.actor_rollout_ref.rollout.n, num_evaluated(config, val))
-    engine = make_engine(config, model, prompt_tokens=longest_prompt(train, val), samples=samples)
+    engine = make_engine(
+        config, model, prompt_tokens=longest_prompt(train, val), samples=samples, lent=actor.optimizer.lendable
+    )
     source = make_source(given, scorers, engine, model)
     collector = Collector(
         config,
@@ -125,6 +129,11 @@ def open_panel(given: Surroundings) -> Panel:
 
 def make_generator(given: Surroundings, engine: Engine, panel: Panel, model: LanguageModel) -> Generator:
     config = given.config
+    reward_model = make_reward_model(config, given.target, given.replays)
+    if reward_model is not None:
+        weights = reward_model.module.parameters()
+        here = [weight.nbytes for weight in weights if weight.device.type == given.target.device.type]
+        given.probe.register("reward_model", sum(here))  # none of them where they wait in host memory
     return Generator(
         engine,
         panel,
@@ -133,8 +142,9 @@ def make_generator(given: Surroundings, engine: Engine, panel: Panel, model: Lan
         given.recorder,
         given.ranks,
         given.stop.poll,
-        reward_model=make_reward_model(config, given.target),
+        reward_model=reward_model,
         reward_model_weight=config.reward_model.weight,
+        replays=given.replays,
     )
 
 
@@ -169,7 +179,9 @@ def num_evaluated(config: Config, val: PromptSet | None) -> int:
     return len(val.prompts) * config.actor_rollout_ref.rollout.val_kwargs.n if val else 0
 
 
-def make_engine(config: Config, model: LanguageModel, *, prompt_tokens: int, samples: int) -> Engine:
+def make_engine(
+    config: Config, model: LanguageModel, *, prompt_tokens: int, samples: int, lent: Tensor | None = None
+) -> Engine:
     """No more slots than samples ever wait for one, no more room per slot than the longest prompt needs."""
     rollout = config.actor_rollout_ref.rollout
     return Engine(
@@ -177,6 +189,7 @@ def make_engine(config: Config, model: LanguageModel, *, prompt_tokens: int, sam
         slots=min(rollout.max_num_seqs, samples),
         max_length=prompt_tokens + config.data.max_response_length,
         cache_tokens=None if rollout.kv_cache_tokens == "auto" else rollout.kv_cache_tokens,
+        lent=lent,
     )
 
 

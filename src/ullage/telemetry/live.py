@@ -13,7 +13,7 @@ from rich.text import Text
 
 from ullage.base.units import bytes_text, seconds_text
 from ullage.telemetry.run_directory import RunInfo
-from ullage.telemetry.view import History, encodable, number_text, printable
+from ullage.telemetry.view import FAILED, History, encodable, number_text, printable
 
 _LABEL_WIDTH = 9
 
@@ -147,10 +147,12 @@ class LiveView:
         history = self._history
         evaluations, best = history.evaluations(), history.best_evaluation()
         best_text = f"best {number_text(best[0])} at {best[1]}" if best else ""
+        failed = history.values(FAILED)
+        failed_text = f"failed {failed[-1]:.0%}" if failed and failed[-1] > 0 else ""
         truncated = history.values("response/truncated_fraction")
         truncated_text = f"cut {truncated[-1]:.0%}" if truncated else ""
         return [
-            self._cell("reward", history.values("reward/mean"), width),
+            self._cell("reward", history.values("reward/mean"), width, failed_text),
             self._cell("eval", evaluations, width, best_text),
             self._cell("length", history.values("response/length_mean"), width, truncated_text),
             self._cell("KL", history.values("actor/kl_ref") or history.values("actor/kl_old"), width),

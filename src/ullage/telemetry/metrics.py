@@ -3,8 +3,9 @@
 A name may hold placeholders, such as `time/<phase>`. Names that are not here are allowed: they are averaged.
 """
 
+import math
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from typing import Literal
@@ -19,6 +20,8 @@ class Metric:
     unit: str
     meaning: str
     reduction: Reduction = "mean"
+    best: Literal["highest", "lowest"] = "highest"
+    """Which value of an evaluation is the best."""
 
 
 METRICS: dict[str, Metric] = {
@@ -51,10 +54,12 @@ METRICS: dict[str, Metric] = {
     "update/mfu": Metric("share", "model FLOPs of the update as a share of the device's peak"),
     "time/step": Metric("s", "whole step", "sum"),
     "time/<phase>": Metric("s", "time in one phase, without phases inside it", "sum"),
+    "memory/replays": Metric("times", "phases repeated because memory ran out, over all ranks", "sum"),
     "memory/<phase>_peak_bytes": Metric("bytes", "peak of allocated memory in one phase", "max"),
     "eval/<source>/pass@<k>": Metric("share", "held-out prompts solved by at least one of k samples, unbiased", "last"),
     "eval/<source>/best@<k>": Metric("score", "expected best score of k samples to one prompt, unbiased", "last"),
     "eval/<source>/maj@<k>": Metric("score", "expected score of the most frequent answer of k samples", "last"),
+    "eval/<source>/loss": Metric("nats per token", "loss on held-out answers of one source", "last", "lowest"),
     "eval/<source>/<score>": Metric("score", "score on held-out prompts of one source", "last"),
 }
 _AVERAGED = Metric("", "")
@@ -87,7 +92,24 @@ def reduce_values(name: str, values: Sequence[float]) -> float:
 
 def headline_evaluation(metrics: Mapping[str, float | None]) -> float | None:
     """The one number an evaluation is known by: its first score that is not a pass@k, averaged over sources."""
-    scores = [name.split("/") for name in metrics if name.startswith("eval/") and "/pass@" not in name]
-    same = ["/".join(parts) for parts in scores if parts[-1] == scores[0][-1]]
-    values = [value for name in same if (value := metrics[name]) is not None]
+    values = [value for name in _headline_names(metrics) if (value := metrics[name]) is not None]
     return sum(values) / len(values) if values else None
+
+
+def best_evaluation(rows: Iterable[tuple[int, Mapping[str, float | None]]]) -> tuple[float, int] | None:
+    """Of steps and their metrics, the best headline and the first step that reached it."""
+    found = []
+    for step, metrics in rows:
+        value = headline_evaluation(metrics)
+        if value is not None and math.isfinite(value):
+            lowest = describe(_headline_names(metrics)[0]).best == "lowest"
+            found.append((-value if lowest else value, -step, value))
+    if not found:
+        return None
+    _, step, value = max(found)
+    return value, -step
+
+
+def _headline_names(metrics: Mapping[str, float | None]) -> list[str]:
+    scores = [name for name in metrics if name.startswith("eval/") and "/pass@" not in name]
+    return [name for name in scores if name.rpartition("/")[2] == scores[0].rpartition("/")[2]]

@@ -5,7 +5,7 @@ from typing import TextIO
 
 from ullage.base.units import bytes_text, seconds_text
 from ullage.telemetry.run_directory import RunInfo
-from ullage.telemetry.view import History, encodable, number_text, printable
+from ullage.telemetry.view import FAILED, History, encodable, number_text, printable
 
 _SHOWN = (
     "reward/mean",
@@ -40,6 +40,8 @@ class PlainView:
         total = f"/{self._history.info.total_steps}" if self._history.info else ""
         evaluations = [name for name in metrics if name.startswith("eval/")]
         fields = [f"{name}={number_text(metrics[name])}" for name in (*evaluations, *_SHOWN) if name in metrics]
+        if metrics.get(FAILED, 0.0) > 0:
+            fields.append(f"{FAILED}={number_text(metrics[FAILED])}")
         fields += [f"{name}={metrics[name]:.1f}s" for name in metrics if name.startswith("time/")]
         peaks = [metrics[name] for name in metrics if name.startswith("memory/")]
         if peaks:

@@ -7,7 +7,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from ullage.telemetry.lock import read_owner
-from ullage.telemetry.metrics import headline_evaluation
+from ullage.telemetry.metrics import best_evaluation
 
 State = Literal["running", "finished", "failed", "interrupted"]
 _STOPPED_ON_REQUEST = {75, 130}
@@ -39,8 +39,7 @@ def read_run(path: Path) -> RunSummary:
     path = Path(path)
     info, outcome, rows = _read_object(path / "run.json"), _read_object(path / "exit.json"), read_metrics(path)
     rewards = [row["reward/mean"] for row in rows if row.get("reward/mean") is not None]
-    evaluations = [(value, -row["step"]) for row in rows if (value := headline_evaluation(row)) is not None]
-    best, best_step = max(evaluations, default=(None, None))
+    best, best_step = best_evaluation((row["step"], row) for row in rows) or (None, None)
     return RunSummary(
         name=str(info.get("name") or path.name),
         path=str(path),
@@ -49,7 +48,7 @@ def read_run(path: Path) -> RunSummary:
         total_steps=_as_int(info.get("total_steps")),
         reward=rewards[-1] if rewards else None,
         best_evaluation=best,
-        best_evaluation_step=-best_step if best_step is not None else None,
+        best_evaluation_step=best_step,
         model=_as_text(info.get("model")),
         algorithm=_as_text(info.get("algorithm")),
         created_at=_as_number(info.get("created_at")),

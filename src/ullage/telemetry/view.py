@@ -7,7 +7,7 @@ from collections import deque
 from collections.abc import Mapping
 from typing import Protocol, TextIO
 
-from ullage.telemetry.metrics import headline_evaluation
+from ullage.telemetry.metrics import best_evaluation, headline_evaluation
 from ullage.telemetry.run_directory import RunInfo
 
 # OSC, DCS, SOS, PM and APC strings up to their terminator (or the end), CSI sequences, other escapes: ECMA-48 §5.
@@ -23,6 +23,8 @@ _UNSEEN = re.compile(
     r"\ud800-\udfff\U000e0000-\U000e007f]"
 )
 _RECENT_STEPS = 20
+FAILED = "reward/failed_fraction"
+"""Shown where it is above 0 only."""
 
 
 class View(Protocol):
@@ -51,7 +53,7 @@ class History:
         self.info: RunInfo | None = None
         self.step = 0
         self.rows: deque[Mapping[str, float]] = deque(maxlen=length)
-        self._evaluations: list[tuple[float, int]] = []
+        self._evaluations: list[tuple[int, Mapping[str, float]]] = []
         self._step_seconds: deque[float] = deque(maxlen=_RECENT_STEPS)
 
     def add(self, step: int, metrics: Mapping[str, float]) -> None:
@@ -59,20 +61,20 @@ class History:
         self.rows.append(metrics)
         if "time/step" in metrics:
             self._step_seconds.append(metrics["time/step"])
-        evaluation = headline_evaluation(metrics)
-        if evaluation is not None:
-            self._evaluations.append((evaluation, step))
+        if headline_evaluation(metrics) is not None:
+            self._evaluations.append((step, metrics))
 
     def values(self, name: str) -> list[float]:
         """Every value of a metric so far, oldest first; numbers that are not finite are left out."""
         return [row[name] for row in self.rows if abs(row.get(name, float("inf"))) < float("inf")]
 
     def evaluations(self) -> list[float]:
-        return [value for value, _ in self._evaluations]
+        values = (headline_evaluation(metrics) for _, metrics in self._evaluations)
+        return [value for value in values if value is not None]
 
     def best_evaluation(self) -> tuple[float, int] | None:
         """The best score and the first step that reached it."""
-        return max(self._evaluations, key=lambda pair: (pair[0], -pair[1]), default=None)
+        return best_evaluation(self._evaluations)
 
     def seconds_per_step(self) -> float | None:
         return sum(self._step_seconds) / len(self._step_seconds) if self._step_seconds else None

@@ -103,7 +103,7 @@ class Collector:
             reward_parts_NK=to_parts(scores, self.generator.reward_names),
         )
         if "greedy_baseline" in self.algorithm.needs:
-            experience = experience.compared(self._greedy_rewards(prompts))
+            experience = experience.compared(self._greedy_rewards(prompts, seeds))
         # By what the answers are worth: a group whose rewards differ only by length teaches nothing else.
         differs = group_has_signal(worth(scores), experience.group_N, experience.valid_N)
         groups = experience.group_N[differs].unique()
@@ -128,10 +128,13 @@ class Collector:
             rewards += torch.tensor(penalties, dtype=torch.float64)
         return rewards
 
-    def _greedy_rewards(self, prompts: Sequence[Prompt]) -> Tensor:
-        """[G] what the likeliest answer earns; one that cannot be scored counts as 0."""
+    def _greedy_rewards(self, prompts: Sequence[Prompt], seeds: Sequence[Sequence[int]]) -> Tensor:
+        """[G] what the likeliest answer earns; one that cannot be scored counts as 0.
+
+        The seeds are those of each prompt's first sample: an environment then begins the same episode.
+        """
         greedy = dataclasses.replace(self.sampling, temperature=0.0)
-        samples, scores, _ = self.generator.run(prompts, [[0]] * len(prompts), greedy, TRAINING)
+        samples, scores, _ = self.generator.run(prompts, [own[:1] for own in seeds], greedy, TRAINING)
         return self._rewards(samples, scores)
 
     def _num_groups(self, parts: Sequence[Experience]) -> int:

@@ -6,8 +6,10 @@ of its turns with the environment's tokens between them. Those are attended to a
 
 from __future__ import annotations
 
+import functools
+import math
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -38,9 +40,11 @@ class Episode:
     group: int
     index: int
     seed: int
+    shared_seed: int
+    """All samples of a prompt meet the same environment: their rewards are compared."""
     prompt: Prompt
-    number: int
-    """Under which the pool knows it."""
+    number: int = 0
+    """Under which the pool knows it, once it has begun."""
     token_ids: list[int] = field(default_factory=list)
     logprobs: list[float] = field(default_factory=list)
     mask: list[bool] = field(default_factory=list)
@@ -110,32 +114,37 @@ class Episodes:
         with self.generator.recorder.phase(phases.generate):
             self.follow_up.check(prompts)
             episodes = [
-                self._begin(group, index, seed, prompt, own[0])
+                Episode(group=group, index=index, seed=seed, shared_seed=own[0], prompt=prompt)
                 for group, (prompt, own) in enumerate(zip(prompts, seeds, strict=True))
                 for index, seed in enumerate(own)
             ]
-            by_number = {episode.number: episode for episode in episodes}
-            going = episodes
-            for turn in range(self.max_turns):
-                if not going:
-                    break
-                self._answer(going, turn, sampling)
-                for number, result, error in self.pool.collect():
-                    self._continue(by_number[number], result, error, sampling.max_tokens)
-                going = [episode for episode in going if episode.finish_reason is None]
-            self.pool.collect()  # of those that ended in the last turn
+            for wave in _waves(episodes, self.pool.max_episodes):
+                self._play(wave, sampling, phases)
         with self.generator.recorder.phase(phases.score):
             scores = self._scores(episodes)
         return [episode.sample() for episode in episodes], scores, ["\n".join(episode.texts) for episode in episodes]
 
-    def _begin(self, group: int, index: int, seed: int, prompt: Prompt, shared_seed: int) -> Episode:
-        """All samples of a prompt meet the same environment: their rewards are compared."""
-        row = Row(
-            prompt=prompt.prompt, target=prompt.target, source=prompt.source, extra=prompt.extra, seed=shared_seed
-        )
-        return Episode(group=group, index=index, seed=seed, prompt=prompt, number=self.pool.reset(row))
+    def _play(self, episodes: Sequence[Episode], sampling: Sampling, phases: Phases) -> None:
+        """From their beginning to their end, turn by turn in all of them."""
+        for episode in episodes:
+            self._begin(episode)
+        by_number = {episode.number: episode for episode in episodes}
+        going = episodes
+        for turn in range(self.max_turns):
+            if not going:
+                break
+            self._answer(going, turn, sampling, phases)
+            for number, result, error in self.pool.collect():
+                self._continue(by_number[number], result, error, sampling.max_tokens)
+            going = [episode for episode in going if episode.finish_reason is None]
+        self.pool.collect()  # of those that ended in the last turn
 
-    def _answer(self, episodes: Sequence[Episode], turn: int, sampling: Sampling) -> None:
+    def _begin(self, episode: Episode) -> None:
+        prompt, seed = episode.prompt, episode.shared_seed
+        row = Row(prompt=prompt.prompt, target=prompt.target, source=prompt.source, extra=prompt.extra, seed=seed)
+        episode.number = self.pool.reset(row)
+
+    def _answer(self, episodes: Sequence[Episode], turn: int, sampling: Sampling, phases: Phases) -> None:
         """The model's turn in all of them; the environment works on each as soon as it is through."""
         sharing: dict[tuple[tuple[int, ...], int], list[Episode]] = defaultdict(list)
         for episode in episodes:
@@ -162,7 +171,7 @@ class Episodes:
             self.generator.poll()
             self.generator.recorder.progress(done, len(episodes), f"turn {turn + 1}, {tokens} tokens")
 
-        self.generator.engine.generate(requests, sampling, on_finish=submit, on_progress=progress)
+        self.generator.generate(phases, requests, sampling, on_finish=submit, on_progress=progress)
 
     def _continue(self, episode: Episode, turn: Turn | None, error: str | None, max_tokens: int) -> None:
         """The environment's turn: what it said becomes part of the episode, or ends it."""
@@ -214,7 +223,8 @@ class Episodes:
         metrics = {"turns": float(len(episode.turns)), **episode.metrics}
         parts = {name: episode.reward, **{f"{name}/{key}": value for key, value in metrics.items()}}
         if episode.error is not None:
-            return Score(None, {}, f"environment {self.pool.name}: {episode.error}")
+            error = f"environment {self.pool.name}: {episode.error}"
+            return Score(None, {}, error, remedy="correct the environment or what it depends on")
         return Score(episode.reward, parts, None, episode.answer)
 
 
@@ -238,8 +248,11 @@ class FollowUp:
         text = self._after_answer(messages)
         # The template closes an answer with an end token, which the model has already sampled.
         before, found, rest = text.partition(self.tokenizer.decode([end]))
-        closing = self._after_answer([])
-        return self._encoded(rest if found and closing.startswith(before + found) else text)
+        return self._encoded(rest if found and self._closing.startswith(before + found) else text)
+
+    @functools.cached_property
+    def _closing(self) -> str:
+        return self._after_answer([])
 
     def _is_chat(self, prompt: Prompt) -> bool:
         return not isinstance(prompt.prompt, str) or self.data.apply_chat_template == "always"
@@ -263,6 +276,13 @@ class FollowUp:
     def _encoded(self, text: str) -> list[int]:
         token_ids: list[int] = self.tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
         return token_ids
+
+
+def _waves(episodes: Sequence[Episode], largest: int) -> Iterator[Sequence[Episode]]:
+    """As few as can be, and of equal size."""
+    count = math.ceil(len(episodes) / largest)
+    for wave in range(count):
+        yield episodes[wave * len(episodes) // count : (wave + 1) * len(episodes) // count]
 
 
 def readable(observation: str | list[Message]) -> str:

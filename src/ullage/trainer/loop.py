@@ -11,6 +11,7 @@ from ullage.base.communicator import Communicator
 from ullage.batch.stages import Experience
 from ullage.config.tree import Config
 from ullage.engine.optimizer import learning_rate
+from ullage.engine.replay import Replays
 from ullage.telemetry.recorder import Recorder
 from ullage.telemetry.tally import Tally
 from ullage.trainer.collect import Collector
@@ -45,6 +46,7 @@ class Trainer:
         schedule: Schedule,
         keeper: Keeper,
         recorder: Recorder,
+        replays: Replays,
         ranks: Communicator,
         stop: Stop,
     ) -> None:
@@ -60,6 +62,7 @@ class Trainer:
         self.schedule = schedule
         self.keeper = keeper
         self.recorder = recorder
+        self.replays = replays
         self.ranks = ranks
         self.stop = stop
 
@@ -75,6 +78,7 @@ class Trainer:
                 self.step(step, record)
                 if self._due(step, self.config.trainer.test_freq):
                     self.evaluate(step)
+                record(self.replays.of_step(self.ranks))
             if self._due(step, self.config.trainer.save_freq) or self._is_new_best(step):
                 self.keeper.save()
         self.keeper.export()

@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
 
-import torch
 from torch import Tensor
 
 from ullage.algorithms import Algorithm
@@ -14,14 +14,15 @@ from ullage.base.communicator import Communicator
 from ullage.base.errors import NumericsError
 from ullage.base.seeds import derive
 from ullage.batch.pack import Limits
-from ullage.batch.stages import Experience, TrainBatch
+from ullage.batch.stages import Experience, Rollouts, TrainBatch
 from ullage.config.tree import Actor as ActorConfig
-from ullage.engine.optimizer import Optimizer
+from ullage.engine.optimizer import Levers, Optimizer
+from ullage.engine.replay import Replayer, Replays
 from ullage.maths import kl
 from ullage.maths.correction import sequence_weights
 from ullage.model.language_model import LanguageModel
 from ullage.telemetry.tally import Tally
-from ullage.workers.passes import Phase, micro_batches, stage_logprobs
+from ullage.workers.passes import Phase, everything, extent, micro_batches, stage_logprobs
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,31 +46,41 @@ class Actor:
         *,
         temperature: float,
         seed: int = 0,
+        levers: Levers | None = None,
         phase: Phase = nullcontext,
+        replays: Replays | None = None,
     ) -> None:
         self.model = model
         self.config = config
-        self.limits = limits
+        self._replayer = Replayer(limits, replays, advice=_advice)
         self.ranks = ranks
         self.temperature = temperature
         self.seed = seed
         self.phase = phase
-        self.optimizer = Optimizer(model.named_parameters(), config.optim)
+        self.optimizer = Optimizer(model.named_parameters(), config.optim, levers, seed=derive(seed, "rounding"))
         self.nonfinite_steps = 0
         """Updates skipped so far because the gradient was not finite."""
+
+    @property
+    def limits(self) -> Limits:
+        """Of one pass: the same for log-probs and update."""
+        return self._replayer.limits
+
+    def limits_for(self, stage: Rollouts) -> Limits:
+        """The same, in any case wide enough for every sequence that the config allows."""
+        return self._replayer.fit(extent(stage, everything(stage), self.limits))
 
     def logprobs(self, experience: Experience, mini_batches: list[Tensor]) -> Tensor:
         """[N, T] log-probs before the update, packed as the update will be, so that its first ratio is exactly 1."""
         with self.phase("logprob"):
-            return stage_logprobs(experience, mini_batches, self.model, self.limits, self.temperature)
+            return self._logprobs("logprob", experience, mini_batches)
 
     def update(self, mini_batch: TrainBatch, algorithm: Algorithm, learning_rate: float, tally: Tally) -> None:
         """One optimizer step on a mini-batch whose token weights already hold the denominators of all ranks."""
-        if algorithm.selects:
-            mini_batch = self._selected(mini_batch, algorithm)
-        self.optimizer.zero_grad()
+        mini_batch = self.selected(mini_batch, algorithm)
+        size = extent(mini_batch, everything(mini_batch), self.limits)
         loss_sum = 0.0
-        for terms in self.backward(mini_batch, algorithm):
+        for terms in self._replayer.run("update", size, lambda: self.backward(mini_batch, algorithm)):
             loss_sum += terms.loss
             tally.add_tokens("update", terms.tokens)
             for name, value in terms.report.items():
@@ -83,23 +94,35 @@ class Actor:
             self._count_nonfinite(norm)
 
     def backward(self, mini_batch: TrainBatch, algorithm: Algorithm) -> list[Terms]:
-        """Accumulate the gradient of the mini-batch, one micro-batch at a time."""
+        """The gradient of the mini-batch, one micro-batch at a time, in place of the one there was."""
+        self.optimizer.zero_grad()
         done = []
-        for packed, part in micro_batches(mini_batch, self.model, self.limits):
-            values, entropies = self.model.logprobs(packed, temperature=self.temperature, entropy=True)
-            assert entropies is not None, "asked for"
-            width = part.mask_NT.shape[1]
-            loss, terms = self._terms(packed.scatter(values, width), packed.scatter(entropies, width), part, algorithm)
+        for loss, terms in self.losses(mini_batch, algorithm):
             loss.backward()
             done.append(terms)
         return done
 
-    def _selected(self, mini_batch: TrainBatch, algorithm: Algorithm) -> TrainBatch:
-        """A pass over the whole mini-batch first, for a loss that singles out tokens by its statistics."""
-        everything = [torch.arange(len(mini_batch.responses))]
-        logprobs = stage_logprobs(mini_batch, everything, self.model, self.limits, self.temperature)
+    def losses(self, mini_batch: TrainBatch, algorithm: Algorithm) -> Iterator[tuple[Tensor, Terms]]:
+        """The loss of each micro-batch, with its graph; they add up to the mini-batch's."""
+        for packed, part in micro_batches(mini_batch, self.model, self.limits_for(mini_batch)):
+            values, entropies = self.model.logprobs(packed, temperature=self.temperature, entropy=True)
+            assert entropies is not None, "asked for"
+            width = part.mask_NT.shape[1]
+            yield self._terms(packed.scatter(values, width), packed.scatter(entropies, width), part, algorithm)
+
+    def selected(self, mini_batch: TrainBatch, algorithm: Algorithm) -> TrainBatch:
+        """For a loss that singles out tokens by the statistics of all, marked in a pass over the whole mini-batch."""
+        if not algorithm.selects:
+            return mini_batch
+        logprobs = self._logprobs("update", mini_batch, everything(mini_batch))
         seed = derive(self.seed, "selected tokens", self.optimizer.num_steps)
         return algorithm.prepare(mini_batch, logprobs, self.ranks, seed)
+
+    def _logprobs(self, phase: str, experience: Experience, mini_batches: list[Tensor]) -> Tensor:
+        def work() -> Tensor:
+            return stage_logprobs(experience, mini_batches, self.model, self.limits, self.temperature)
+
+        return self._replayer.run(phase, extent(experience, mini_batches, self.limits), work)
 
     def _terms(
         self, logprobs_NT: Tensor, entropy_NT: Tensor, part: TrainBatch, algorithm: Algorithm
@@ -134,3 +157,7 @@ class Actor:
                 f"{self.nonfinite_steps} updates had a non-finite gradient (norm {norm})",
                 "lower actor_rollout_ref.actor.optim.lr, or raise actor_rollout_ref.actor.max_nonfinite_steps",
             )
+
+
+def _advice(limits: Limits) -> str:
+    return f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={limits.max_tokens}"

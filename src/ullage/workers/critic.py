@@ -9,14 +9,16 @@ from torch import Tensor
 
 from ullage.base.communicator import Communicator
 from ullage.base.errors import ConfigError, NumericsError
+from ullage.base.seeds import derive
 from ullage.batch.pack import Limits
 from ullage.batch.stages import Experience, TrainBatch
 from ullage.config.tree import Critic as CriticConfig
-from ullage.engine.optimizer import Optimizer
+from ullage.engine.optimizer import Levers, Optimizer
+from ullage.engine.replay import Replayer, Replays
 from ullage.maths.critic import explained_variance, value_loss
 from ullage.model.value_model import ValueModel
 from ullage.telemetry.tally import Tally
-from ullage.workers.passes import Phase, micro_batches, stage_numbers
+from ullage.workers.passes import Phase, everything, extent, micro_batches, stage_numbers
 
 
 class Critic:
@@ -30,30 +32,44 @@ class Critic:
         ranks: Communicator,
         *,
         max_nonfinite_steps: int,
+        seed: int = 0,
+        levers: Levers | None = None,
         phase: Phase = nullcontext,
+        replays: Replays | None = None,
     ) -> None:
         self.model = model
         self.config = config
-        self.limits = limits
+        self._replayer = Replayer(limits, replays, advice=_advice)
         self.ranks = ranks
         self.max_nonfinite_steps = max_nonfinite_steps
         self.phase = phase
-        self.optimizer = Optimizer(model.named_parameters(), config.optim)
+        self.optimizer = Optimizer(
+            model.named_parameters(), config.optim, levers, seed=derive(seed, "rounding of the critic")
+        )
         self.nonfinite_steps = 0
         """Updates skipped so far because the gradient was not finite."""
 
+    @property
+    def limits(self) -> Limits:
+        """Of one pass: the same for values and update."""
+        return self._replayer.limits
+
     def values(self, experience: Experience, mini_batches: list[Tensor]) -> Tensor:
         """[N, T] value before each response token, packed as the update will be; 0 where a token carries no loss."""
-        with self.phase("values"):
+
+        def work() -> Tensor:
             return stage_numbers(experience, mini_batches, self.model.trunk, self.limits, self.model.values)
+
+        with self.phase("values"):
+            return self._replayer.run("values", extent(experience, mini_batches, self.limits), work)
 
     def update(self, mini_batch: TrainBatch, learning_rate: float, tally: Tally) -> None:
         """One optimizer step on a mini-batch whose token weights already hold the denominators of all ranks."""
         with self.phase("update_critic"):
             old_values_NT, returns_NT = _targets(mini_batch)
             explained = explained_variance(old_values_NT, returns_NT, mini_batch.mask_NT, self.ranks)
-            self.optimizer.zero_grad()
-            loss, clipped = self.backward(mini_batch)
+            size = extent(mini_batch, everything(mini_batch), self.limits)
+            loss, clipped = self._replayer.run("update_critic", size, lambda: self.backward(mini_batch))
             norm = self.optimizer.step(learning_rate, self.ranks)
         tally.add("critic/learning_rate", learning_rate)
         tally.add("critic/explained_variance", explained)
@@ -66,7 +82,8 @@ class Critic:
             self._count_nonfinite(norm)
 
     def backward(self, mini_batch: TrainBatch) -> tuple[float, float]:
-        """Accumulate the gradient of the mini-batch; its loss, and how many of its tokens had their value clipped."""
+        """The gradient of the mini-batch, in place of the one there was; its loss, and how many values were clipped."""
+        self.optimizer.zero_grad()
         loss_sum = num_clipped = 0.0
         for packed, part in micro_batches(mini_batch, self.model.trunk, self.limits):
             values_NT = packed.scatter(self.model.values(packed), part.mask_NT.shape[1])
@@ -98,3 +115,7 @@ def _targets(batch: TrainBatch) -> tuple[Tensor, Tensor]:
             "leave critic.enable out, or choose an algorithm with a critic, such as ppo",
         )
     return batch.values_NT, batch.returns_NT
+
+
+def _advice(limits: Limits) -> str:
+    return f"critic.ppo_max_token_len_per_gpu={limits.max_tokens}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from typing import Any, TypeVar
 
@@ -11,6 +11,7 @@ from torch import Tensor
 
 from ullage.batch.pack import Limits, pack
 from ullage.batch.stages import Experience, Rollouts
+from ullage.engine.replay import Extent
 from ullage.model.language_model import LanguageModel
 from ullage.model.packing import Packed, build
 from ullage.model.trunk import Trunk
@@ -18,6 +19,26 @@ from ullage.model.trunk import Trunk
 Stage = TypeVar("Stage", bound=Rollouts)
 Phase = Callable[[str], AbstractContextManager[Any]]
 """Opens a named phase of the step: timing and memory are measured around what happens in it."""
+
+
+def extent(stage: Rollouts, mini_batches: Iterable[Tensor], limits: Limits) -> Extent:
+    """How much the passes over these mini-batches have to hold: the most of any of them."""
+    lengths = [max(len(response) - 1, 0) for response in stage.responses]  # the last token is not fed
+    prompts = [len(stage.prompts[group]) for group in stage.group_N.tolist()]
+    longest = total = count = 0
+    for members in mini_batches:
+        carriers = members[stage.mask_NT[members].any(-1)].tolist()
+        # A prompt is fed once for its group, or once for each of its samples.
+        fed = {stage.group_N[i].item() if limits.share_prefix else ~i: prompts[i] for i in carriers}
+        longest = max([longest, *(prompts[i] + lengths[i] for i in carriers)])
+        total = max(total, sum(fed.values()) + sum(lengths[i] for i in carriers))
+        count = max(count, len(carriers))
+    return Extent(longest, total, count)
+
+
+def everything(stage: Rollouts) -> list[Tensor]:
+    """All samples of a stage as one mini-batch."""
+    return [torch.arange(len(stage.responses))]
 
 
 def micro_batches(stage: Stage, model: Trunk, limits: Limits) -> Iterator[tuple[Packed, Stage]]:

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from ullage.base.user_code import raised
+from ullage.batch.pack import Limits
 from ullage.data.columns import Given
+from ullage.engine.replay import Extent, Replayer, Replays
 from ullage.model.classifier import classify, load_classifier, max_length
 from ullage.model.target import Target
 
@@ -23,13 +26,16 @@ class RewardModel:
         target: Target,
         *,
         max_tokens: int,
+        replays: Replays | None = None,
     ) -> None:
         self.module = module
         self.tokenizer = tokenizer
         self.target = target
-        self.max_tokens = max_tokens
+        self._replayer = Replayer(Limits(max_tokens=max_tokens), replays)
         self.limit = min(max_tokens, max_length(module, tokenizer) or max_tokens)
         """Tokens of the longest conversation that is scored; none is ever cut."""
+        self.resident: Callable[[], AbstractContextManager[object]] = nullcontext
+        """Opened around its work: brings the weights where they are needed, if they wait elsewhere."""
 
     def scores(self, prompts: Sequence[Given], responses: Sequence[str]) -> list[float | str]:
         """For each response its score, or in words why it has none: too long, or refused by the chat template."""
@@ -41,11 +47,20 @@ class RewardModel:
                 found[index] = read
             else:
                 token_ids[index] = read
-        for members in micro_batches({index: len(ids) for index, ids in token_ids.items()}, self.max_tokens):
-            numbers = classify(self.module, [token_ids[index] for index in members], self.target)
-            for index, number in zip(members, numbers, strict=True):
-                found[index] = number
+        with self.resident():
+            numbers = self._replayer.run("the reward model", _extent(token_ids), lambda: self._numbers(token_ids))
+        for index, number in numbers.items():
+            found[index] = number
         return found
+
+    def _numbers(self, token_ids: dict[int, list[int]]) -> dict[int, float]:
+        """By key, the score of each text."""
+        lengths = {key: len(ids) for key, ids in token_ids.items()}
+        numbers: dict[int, float] = {}
+        for members in micro_batches(lengths, self._replayer.limits.max_tokens):
+            scores = classify(self.module, [token_ids[key] for key in members], self.target)
+            numbers |= zip(members, scores, strict=True)
+        return numbers
 
     def _read(self, prompt: Given, response: str) -> list[int] | str:
         """The token ids of a conversation, or why it cannot be scored."""
@@ -72,11 +87,17 @@ class RewardModel:
 
 
 def load_reward_model(
-    path: str, target: Target, *, tokenizer_path: str | None = None, dtype: str = "auto", max_tokens: int
+    path: str,
+    target: Target,
+    *,
+    tokenizer_path: str | None = None,
+    dtype: str = "auto",
+    max_tokens: int,
+    replays: Replays | None = None,
 ) -> RewardModel:
     """A reward model from a folder or a Hub id."""
     module, tokenizer = load_classifier(path, target, tokenizer_path=tokenizer_path, dtype=dtype)
-    return RewardModel(module, tokenizer, target, max_tokens=max_tokens)
+    return RewardModel(module, tokenizer, target, max_tokens=max_tokens, replays=replays)
 
 
 def completed(messages: Sequence[dict[str, Any]], response: str) -> list[dict[str, Any]]:
@@ -89,6 +110,12 @@ def completed(messages: Sequence[dict[str, Any]], response: str) -> list[dict[st
 
 def _content(content: Any) -> str:  # noqa: ANN401 -- text, a list of text parts, or null beside tool calls
     return "".join(part["text"] for part in content) if isinstance(content, list) else content or ""
+
+
+def _extent(token_ids: dict[int, list[int]]) -> Extent:
+    """With the padding of a single batch of them all."""
+    longest = max(map(len, token_ids.values()), default=0)
+    return Extent(longest, longest * len(token_ids), len(token_ids))
 
 
 def micro_batches(lengths: dict[int, int], max_tokens: int) -> Iterator[list[int]]:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import deque
+from collections import Counter, deque
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from ullage.base.errors import DoesNotFitError, NumericsError
+from ullage.batch.pack import Limits
 from ullage.model.attention import Span
 from ullage.model.head import MIN_ROWS
 from ullage.model.language_model import LanguageModel
@@ -56,18 +57,31 @@ class Engine:
     reads_trainer_weights = True
     """Its log-probs are the trainer's, so there is nothing to correct."""
 
-    def __init__(self, model: LanguageModel, *, slots: int, max_length: int, cache_tokens: int | None = None) -> None:
+    def __init__(
+        self,
+        model: LanguageModel,
+        *,
+        slots: int,
+        max_length: int,
+        cache_tokens: int | None = None,
+        lent: Tensor | None = None,
+    ) -> None:
+        """`lent`: memory that nothing else needs while samples are drawn; a cache that fits lies there."""
         self.model = model
         self.slots = slots
         self.max_length = max_length
         per_sequence = pages_for(max_length) + 1  # one more for the copy of a partly filled prompt page
         num_pages = pages_for(cache_tokens) if cache_tokens else slots * per_sequence
-        self.pages = Pages(make_arena(model, num_pages))
+        arena, self.is_lent = make_arena(model, num_pages, lent)
+        self.pages = Pages(arena)
+        self.limits = Limits(max_tokens=PREFILL_TOKENS, max_sequences=slots)
+        """Prompt tokens of one prefill pass, and samples decoded at once; a call may ask for less."""
         self._page_table = torch.zeros(slots, per_sequence, dtype=torch.long, device=model.target.device)
 
     @property
     def nbytes(self) -> int:
-        return self.pages.arena.nbytes
+        """Memory of its own."""
+        return 0 if self.is_lent else self.pages.arena.nbytes
 
     @torch.no_grad()
     def generate(
@@ -75,6 +89,8 @@ class Engine:
         requests: Sequence[GroupRequest],
         sampling: Sampling,
         *,
+        limits: Limits | None = None,
+        finished: dict[tuple[int, int], Sample] | None = None,
         on_finish: Callable[[Sample], None] = lambda sample: None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
         on_token: Callable[[int, int, int], None] = lambda group, index, token: None,
@@ -82,9 +98,13 @@ class Engine:
         """All samples of all groups, ordered by group and index; `on_finish` sees each as soon as it ends.
 
         `on_progress(tokens so far, samples done)` is called after every token; what it raises ends the call.
-        `on_token(group, index, token)` sees every token as it is drawn.
+        `on_token(group, index, token)` sees every token as it is drawn. `finished`, by group and index, is filled as
+        samples end: those in it when a call begins, which an earlier one has finished, are not drawn again.
         """
-        batch = _Batch(self, requests, sampling, on_finish, on_token)
+        if self.is_lent:
+            self.pages.arena.zero_()
+        batch = _Batch(self, requests, sampling, limits or self.limits, {} if finished is None else finished)
+        batch.on_finish, batch.on_token = on_finish, on_token
         try:
             while batch.waiting or batch.running:
                 batch.admit()
@@ -103,27 +123,33 @@ class _Batch:
         engine: Engine,
         requests: Sequence[GroupRequest],
         sampling: Sampling,
-        on_finish: Callable[[Sample], None],
-        on_token: Callable[[int, int, int], None],
+        limits: Limits,
+        finished: dict[tuple[int, int], Sample],
     ) -> None:
         self.engine, self.model, self.pages = engine, engine.model, engine.pages
         self.device = engine.model.target.device
         self.sampling = sampling
-        self.on_finish = on_finish
-        self.on_token = on_token
-        self.groups = [
-            _Group(request.prompt, len(request.seeds), request.max_tokens or sampling.max_tokens)
-            for request in requests
-        ]
+        self.limits = limits
+        self.on_finish: Callable[[Sample], None] = lambda sample: None
+        self.on_token: Callable[[int, int, int], None] = lambda group, index, token: None
         self.waiting = deque(
-            (group, index, seed) for group, request in enumerate(requests) for index, seed in enumerate(request.seeds)
+            (group, index, seed)
+            for group, request in enumerate(requests)
+            for index, seed in enumerate(request.seeds)
+            if (group, index) not in finished
         )
+        unstarted = Counter(group for group, _, _ in self.waiting)
+        self.groups = [
+            _Group(request.prompt, unstarted[group], request.max_tokens or sampling.max_tokens)
+            for group, request in enumerate(requests)
+        ]
         self.running: list[_Running] = []
         self.seated: dict[int, _Running] = {}
         """By slot: every sample that holds pages, whatever it is in the middle of."""
-        self.finished: dict[tuple[int, int], Sample] = {}
-        self.free_slots = list(range(engine.slots - 1, -1, -1))
-        self.num_tokens = 0
+        self.finished = finished
+        slots = min(engine.slots, limits.max_sequences or engine.slots)
+        self.free_slots = list(range(slots - 1, -1, -1))
+        self.num_tokens = sum(len(sample.token_ids) for sample in finished.values())
 
     def admit(self) -> None:
         """Move waiting samples into free slots while their pages, reserved to full length, fit the arena."""
@@ -166,7 +192,7 @@ class _Batch:
         for group in groups:
             if not passes or len(group.prompt) > room:
                 passes.append([])
-                room = max(PREFILL_TOKENS, len(group.prompt))
+                room = max(self.limits.max_tokens, len(group.prompt))
             passes[-1].append(group)
             room -= len(group.prompt)
         for part in passes:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -50,7 +52,14 @@ def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_SIZE)
 
 
-def make_arena(model: LanguageModel, num_pages: int) -> Tensor:
-    """[layers, 2, pages, page size, kv heads, head size], zeroed: masked reads of fresh pages must stay finite."""
+def make_arena(model: LanguageModel, num_pages: int, lent: Tensor | None = None) -> tuple[Tensor, bool]:
+    """[layers, 2, pages, page size, kv heads, head size], and whether it lies in memory that another phase owns.
+
+    Zeroed, and zeroed again by whoever uses lent memory: masked reads of fresh pages must stay finite.
+    """
     layers, heads, head_size = model.cache_shape
-    return torch.zeros(layers, 2, num_pages, PAGE_SIZE, heads, head_size, dtype=model.dtype, device=model.target.device)
+    shape = (layers, 2, num_pages, PAGE_SIZE, heads, head_size)
+    size = math.prod(shape) * model.dtype.itemsize
+    if lent is not None and lent.device == model.target.device and lent.nbytes >= size:
+        return lent.view(torch.uint8)[:size].view(model.dtype).view(shape), True
+    return torch.zeros(shape, dtype=model.dtype, device=model.target.device), False

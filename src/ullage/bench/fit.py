@@ -1,0 +1,226 @@
+"""Whole GRPO steps of large models under a memory cap: rollout, log-probs, update; peak by phase and component."""
+
+from __future__ import annotations
+
+import dataclasses
+import time
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+
+from ullage.algorithms import Algorithm
+from ullage.algorithms._compose import compose
+from ullage.base.communicator import Solo
+from ullage.base.seeds import derive
+from ullage.batch.pack import Limits
+from ullage.bench.clock import free, synchronize
+from ullage.bench.report import GIB
+from ullage.bench.shapes import random_model
+from ullage.config.load import load_mapping
+from ullage.config.tree import Config
+from ullage.data.prompts import Prompt
+from ullage.engine.measure import MemoryProbe
+from ullage.model.language_model import LanguageModel
+from ullage.model.lora import Settings, new_adapter
+from ullage.model.target import Target
+from ullage.rollout.embedded.engine import Engine
+from ullage.rollout.sampling import GroupRequest, Sampling
+from ullage.run.levers import optimizer_levers, prepare_layers
+from ullage.run.roles import register_memory
+from ullage.telemetry.tally import Tally
+from ullage.trainer.collect import to_rollouts
+from ullage.trainer.schedule import Schedule
+from ullage.workers.actor import Actor
+
+FRUGAL = {
+    "memory.rounding": "stochastic",
+    "memory.optimizer_state": "streamed",
+    "memory.recompute": "full",
+    "memory.activation_offload": "async",
+    "actor_rollout_ref.actor.optim.optimizer": "adamw_8bit",
+}
+"""Two bytes of weights and two of gradients for a parameter; everything else waits on the host."""
+
+
+@dataclasses.dataclass(frozen=True, slots=True, kw_only=True)
+class Case:
+    """A model, a cap, and the keys that make it fit."""
+
+    shape: str
+    cap_gib: float | None
+    settings: Mapping[str, Any]
+    prompts: int = 8
+    samples: int = 8
+    prompt_tokens: int = 512
+    response_tokens: int = 512
+    micro_batch: int = 2048
+    slots: int = 64
+    """Samples decoded at once; with adapters there are no large gradients whose memory the cache could lie in."""
+
+
+CASES = {
+    "tiny": Case(shape="tiny", cap_gib=None, settings=FRUGAL, prompts=2, samples=2, prompt_tokens=8, response_tokens=8),
+    "3B": Case(shape="3B", cap_gib=16, settings=FRUGAL),
+    "8B": Case(shape="8B", cap_gib=40, settings=FRUGAL),
+    "14B": Case(shape="14B", cap_gib=80, settings=FRUGAL),
+    "32B": Case(shape="32B", cap_gib=None, settings=FRUGAL),
+    "7B QLoRA": Case(
+        shape="7B",
+        cap_gib=10,
+        settings={
+            "actor_rollout_ref.model.lora_rank": 16,
+            "actor_rollout_ref.model.quantization": "nf4",
+            "memory.recompute": "full",
+            "memory.activation_offload": "async",
+        },
+        slots=32,
+    ),
+    "32B LoRA": Case(
+        shape="32B",
+        cap_gib=80,
+        settings={"actor_rollout_ref.model.lora_rank": 16, "memory.recompute": "full"},
+        slots=32,
+    ),
+}
+
+
+def fit(name: str, target: Target, *, steps: int = 1) -> dict[str, Any]:
+    """One row: whether the step went through under the cap, seconds of its phases, peak bytes of each, components."""
+    case = CASES[name]
+    with _capped(case.cap_gib, target):
+        try:
+            return {"case": name} | _run(case, target, steps)
+        except torch.OutOfMemoryError as error:
+            return {"case": name, "cap_gib": case.cap_gib, "fits": False, "why": str(error).splitlines()[0]}
+        finally:
+            free(target)
+
+
+def _run(case: Case, target: Target, steps: int) -> dict[str, Any]:
+    config = _config(case)
+    began = time.perf_counter()
+    model = _model(case, config, target)
+    prepare_layers(model, config)
+    algorithm = compose(config)
+    phases = Phases(target)
+    limits = Limits(max_tokens=case.micro_batch)
+    actor = Actor(
+        model,
+        config.actor_rollout_ref.actor,
+        limits,
+        Solo(),
+        temperature=1.0,
+        levers=optimizer_levers(config),
+        phase=phases,
+    )
+    longest = case.prompt_tokens + case.response_tokens
+    engine = Engine(model, slots=case.slots, max_length=longest, lent=actor.optimizer.lendable)
+    register_memory(phases.probe, actor, None, None, engine)
+    schedule = Schedule(config, algorithm.aggregation, Solo())
+    synchronize(target)
+    ready = time.perf_counter() - began
+    for step in range(1, steps + 1):
+        _step(case, actor, engine, algorithm, schedule, phases, step)
+    return {
+        "cap_gib": case.cap_gib,
+        "fits": True,
+        "parameters": sum(p.numel() for p in model.module.parameters()),
+        "load_s": round(ready, 1),
+        "step_s": round(sum(phases.seconds.values()), 1),
+        "seconds": {phase: round(value, 2) for phase, value in phases.seconds.items()},
+        "peak_gib": {phase: round(value / GIB, 2) for phase, value in phases.peaks.items()},
+        "device_used_gib": round(phases.device_used / GIB, 2),
+        "components_gib": {owner: round(value / GIB, 2) for owner, value in phases.probe.owners.items()},
+        "host_gib": round(sum(actor.optimizer.host_nbytes().values()) / GIB, 2),
+    }
+
+
+def _step(
+    case: Case, actor: Actor, engine: Engine, algorithm: Algorithm, schedule: Schedule, phases: Phases, step: int
+) -> None:
+    """Sample, score by a coin, evaluate, update."""
+    generator = torch.Generator().manual_seed(step)
+    prompts = [
+        Prompt(
+            id=i,
+            token_ids=tuple(torch.randint(10, 400, (case.prompt_tokens,), generator=generator).tolist()),
+            prompt="",
+            target=None,
+            source="bench",
+            extra={},
+        )
+        for i in range(case.prompts)
+    ]
+    seeds = [tuple(derive(step, prompt.id, i) for i in range(case.samples)) for prompt in prompts]
+    requests = [GroupRequest(prompt=p.token_ids, seeds=own) for p, own in zip(prompts, seeds, strict=True)]
+    with phases("rollout"):
+        samples = engine.generate(requests, Sampling(max_tokens=case.response_tokens, ignore_eos=True))
+    rewards = torch.tensor([float(sum(sample.token_ids) % 2) for sample in samples], dtype=torch.float64)
+    experience = to_rollouts(prompts, range(len(prompts)), samples).scored(
+        rewards_N=rewards, valid_N=torch.ones(len(samples), dtype=torch.bool)
+    )
+    plan = schedule.plan(experience, step)
+    experience = experience.evaluated(old_logprobs=actor.logprobs(experience, plan), ref_logprobs=None, values=None)
+    batch = algorithm.assign_credit(experience, Solo())
+    with phases("update"):
+        for mini_batch in schedule.mini_batches(batch, step):
+            actor.update(mini_batch, algorithm, 1e-6, Tally())
+
+
+class Phases:
+    """Seconds and peak of each phase, by name."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.probe = MemoryProbe(target)
+        self.seconds: dict[str, float] = {}
+        self.peaks: dict[str, int] = {}
+        self.device_used = 0
+
+    @contextmanager
+    def __call__(self, name: str) -> Iterator[None]:
+        synchronize(self.target)
+        self.probe.start_phase()
+        began = time.perf_counter()
+        yield
+        synchronize(self.target)
+        self.seconds[name] = time.perf_counter() - began
+        self.peaks[name] = self.probe.end_phase()[0]
+        if self.target.kind == "cuda":
+            left, whole = torch.cuda.mem_get_info(self.target.device)
+            self.device_used = max(self.device_used, whole - left)
+
+
+def _config(case: Case) -> Config:
+    given = {
+        "algorithm.name": "grpo",
+        "data.train_batch_size": case.prompts,
+        "data.max_prompt_length": case.prompt_tokens,
+        "data.max_response_length": case.response_tokens,
+        "actor_rollout_ref.rollout.n": case.samples,
+    }
+    return load_mapping({**given, **case.settings}).config
+
+
+def _model(case: Case, config: Config, target: Target) -> LanguageModel:
+    model = random_model(case.shape, target, quantization=config.actor_rollout_ref.model.quantization)
+    rank = config.actor_rollout_ref.model.lora_rank
+    if not rank:
+        return model
+    settings = Settings(rank=rank, alpha=config.actor_rollout_ref.model.lora_alpha)
+    return model.adapted("actor", new_adapter(model.module, settings, ["all-linear"], 1))
+
+
+@contextmanager
+def _capped(gib: float | None, target: Target) -> Iterator[None]:
+    """torch's own limit on this process: what a smaller card would do."""
+    if gib is None or target.kind != "cuda":
+        yield
+        return
+    torch.cuda.set_per_process_memory_fraction(min(1.0, gib * GIB / target.memory_bytes), target.device)
+    try:
+        yield
+    finally:
+        torch.cuda.set_per_process_memory_fraction(1.0, target.device)

@@ -1,0 +1,227 @@
+"""Update rules on flat pieces of parameters: AdamW in full precision, AdamW with 8-bit moments, SGD; and rounding.
+
+A rule changes numbers in float32 (float64 stays) that are the parameter itself, its master copy, or a wide copy that is
+rounded stochastically afterwards. It never sees where its state lives or how a parameter was divided, and neither
+changes its results: blocks do not cross pieces, and random bits belong to an element's place.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+from torch import Tensor
+
+from ullage.base.seeds import derive
+
+BLOCK = 256
+"""Moments that share a scale in 8 bits, as in arXiv:2110.02861."""
+SMALLEST_IN_8_BITS = 4096
+"""Parameters with fewer elements keep float32 moments, as there: norms and biases are few, and sensitive."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Hyper:
+    """One step's numbers."""
+
+    learning_rate: float
+    betas: tuple[float, float]
+    eps: float
+    weight_decay: float
+    step: int
+    """From 1."""
+
+
+@dataclass(frozen=True, slots=True)
+class Place:
+    """Where a piece lies, for random numbers that belong to an element and not to an order."""
+
+    seed: int
+    """Of this parameter, in this step."""
+    start: int
+    """The piece's first element within its parameter."""
+
+    def bits(self, count: int, purpose: str, device: torch.device) -> Tensor:
+        """[count] uniform whole numbers below 65536."""
+        key = derive(self.seed, purpose)
+        first, second = _signed(key & 0xFFFFFFFF), _signed(key >> 31)
+        # Products and sums are taken modulo 2**32; the multipliers are those of the lowbias32 hash, which leaves no
+        # visible order in consecutive numbers. The second word keeps two streams from being one, shifted.
+        x = torch.arange(self.start, self.start + count, device=device, dtype=torch.int32)
+        x.add_(first)
+        x.bitwise_xor_(_shifted(x, 16)).mul_(0x7FEB352D)
+        x.bitwise_xor_(_shifted(x, 15)).add_(second).mul_(_signed(0x846CA68B))
+        return x.bitwise_xor_(_shifted(x, 16)).bitwise_and_(0xFFFF)
+
+
+@dataclass(frozen=True, slots=True)
+class StateTensor:
+    """A kind of state: one entry for so many elements of a parameter."""
+
+    dtype: torch.dtype
+    elements: int = 1
+
+    def entries(self, numel: int) -> int:
+        return -(-numel // self.elements)
+
+
+class Rule(Protocol):
+    def state(self, numel: int) -> Mapping[str, StateTensor]:
+        """What is kept for a parameter of that size."""
+
+    def step_(self, work: Tensor, gradient: Tensor, state: Mapping[str, Tensor], hyper: Hyper, place: Place) -> None:
+        """Change `work` [n] and its state in place, given its gradient in the same dtype."""
+
+
+class AdamW:
+    """torch's fused AdamW (arXiv:1711.05101)."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self.dtype = dtype
+
+    def state(self, numel: int) -> Mapping[str, StateTensor]:
+        del numel
+        return {"exp_avg": StateTensor(self.dtype), "exp_avg_sq": StateTensor(self.dtype)}
+
+    def step_(self, work: Tensor, gradient: Tensor, state: Mapping[str, Tensor], hyper: Hyper, place: Place) -> None:
+        del place
+        torch._fused_adamw_(
+            [work],
+            [gradient],
+            [state["exp_avg"]],
+            [state["exp_avg_sq"]],
+            [],
+            [torch.full((), float(hyper.step), device=work.device)],
+            lr=hyper.learning_rate,
+            beta1=hyper.betas[0],
+            beta2=hyper.betas[1],
+            weight_decay=hyper.weight_decay,
+            eps=hyper.eps,
+            amsgrad=False,
+            maximize=False,
+        )
+
+
+class AdamW8bit:
+    """AdamW whose moments rest in 8 bits, with a float32 scale for every block.
+
+    A code is the fourth root of a moment's share of the block's largest, rounded stochastically: in one step the second
+    moment changes by a thousandth, less than half the distance of two codes, so that round-to-nearest would freeze it.
+    """
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        self._plain = AdamW(dtype)
+
+    def state(self, numel: int) -> Mapping[str, StateTensor]:
+        if numel < SMALLEST_IN_8_BITS:
+            return self._plain.state(numel)
+        scale = StateTensor(torch.float32, BLOCK)
+        return {
+            "exp_avg": StateTensor(torch.int8),
+            "exp_avg_scale": scale,
+            "exp_avg_sq": StateTensor(torch.uint8),
+            "exp_avg_sq_scale": scale,
+        }
+
+    def step_(self, work: Tensor, gradient: Tensor, state: Mapping[str, Tensor], hyper: Hyper, place: Place) -> None:
+        if "exp_avg_scale" not in state:
+            self._plain.step_(work, gradient, state, hyper, place)
+            return
+        beta1, beta2 = hyper.betas
+        gradient = gradient.float()
+        mean = decode(state["exp_avg"], state["exp_avg_scale"]).lerp_(gradient, 1 - beta1)
+        square = decode(state["exp_avg_sq"], state["exp_avg_sq_scale"]).mul_(beta2)
+        square.addcmul_(gradient, gradient, value=1 - beta2)
+        bits = place.bits(len(work), "exp_avg", work.device)
+        encode(mean, state["exp_avg"], state["exp_avg_scale"], bits)
+        bits = place.bits(len(work), "exp_avg_sq", work.device)
+        encode(square, state["exp_avg_sq"], state["exp_avg_sq_scale"], bits)
+        root = square.div_(1 - beta2**hyper.step).sqrt_().add_(hyper.eps)
+        work.mul_(1 - hyper.learning_rate * hyper.weight_decay)
+        work.sub_(mean.div_(root).mul_(hyper.learning_rate / (1 - beta1**hyper.step)))
+
+
+class SGD:
+    """Plain gradient descent, no state at all."""
+
+    def __init__(self, dtype: torch.dtype) -> None:
+        del dtype
+
+    def state(self, numel: int) -> Mapping[str, StateTensor]:
+        del numel
+        return {}
+
+    def step_(self, work: Tensor, gradient: Tensor, state: Mapping[str, Tensor], hyper: Hyper, place: Place) -> None:
+        del state, place
+        work.mul_(1 - hyper.learning_rate * hyper.weight_decay).add_(gradient, alpha=-hyper.learning_rate)
+
+
+# --- 8-bit moments ---
+
+
+def encode(values: Tensor, codes: Tensor, scales: Tensor, bits: Tensor) -> None:
+    """Float32 values [n] to codes [n], int8 with a sign or uint8 without, and a scale for each block.
+
+    Up or down to the next code with the odds that keep the mean. Without a sign, only zero becomes zero: an update
+    divides by the root of these numbers.
+    """
+    blocks = _blocks(values)
+    size = blocks.abs()
+    torch.amax(size, -1, out=scales)
+    share = size.div_(scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None])
+    top = _top(codes)
+    # Only operations that round correctly, so that CPUs, GPUs, vectors and their remainders agree.
+    low = share.sqrt().sqrt_().mul_(top).floor_().clamp_(max=top - 1)
+    below = _power(low / top)
+    odds = share.sub_(below).div_(_power((low + 1).div_(top)).sub_(below))
+    low.add_(_blocks(bits.float().add_(0.5).div_(65536)) < odds)
+    if codes.dtype == torch.int8:
+        low.mul_(blocks.sign())
+    else:
+        low.clamp_(min=1).mul_(blocks > 0)
+    codes.copy_(low.flatten()[: len(codes)])
+
+
+def decode(codes: Tensor, scales: Tensor) -> Tensor:
+    """The float32 values that codes stand for."""
+    share = codes.float().div_(_top(codes))
+    blocks = _blocks(share.sign().mul_(_power(share.abs_())))
+    return (blocks * scales[:, None]).flatten()[: len(codes)]
+
+
+def _top(codes: Tensor) -> int:
+    return torch.iinfo(codes.dtype).max
+
+
+def _power(root: Tensor) -> Tensor:
+    """The fourth power, in place."""
+    return root.square_().square_()
+
+
+def _blocks(values: Tensor) -> Tensor:
+    """[blocks, BLOCK]; the last block is filled up with zeros."""
+    missing = -len(values) % BLOCK
+    return torch.nn.functional.pad(values, (0, missing)).view(-1, BLOCK) if missing else values.view(-1, BLOCK)
+
+
+# --- rounding ---
+
+
+def round_stochastically_(narrow: Tensor, wide: Tensor, place: Place) -> None:
+    """Float32 to bfloat16, up or down with the odds that keep the mean: the 16 bits to be lost meet 16 random ones."""
+    bits = place.bits(len(wide), "rounding", wide.device)
+    bits.add_(wide.view(torch.int32)).bitwise_and_(-0x10000)
+    narrow.copy_(bits.view(torch.float32))
+
+
+def _signed(word: int) -> int:
+    """The int32 with the same bits."""
+    word &= 0xFFFFFFFF
+    return word - (1 << 32) if word >= 1 << 31 else word
+
+
+def _shifted(x: Tensor, count: int) -> Tensor:
+    """Shifted right, filled with zeros."""
+    return (x >> count).bitwise_and_((1 << (32 - count)) - 1)

@@ -1,0 +1,68 @@
+"""The memory section of the config, pulled: what an optimizer keeps where, and what decoder layers keep at all."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from ullage.config.tree import Config
+from ullage.engine.compiled import compile_layers
+from ullage.engine.offload import SynchronizedGroupOffloadHandler, make_handler, offload_activations
+from ullage.engine.optimizer import Levers
+from ullage.engine.parking import Parked
+from ullage.engine.recompute import recompute_layers
+from ullage.model.target import Target
+from ullage.model.trunk import Trunk
+from ullage.workers.passes import Phase
+
+
+def optimizer_levers(config: Config) -> Levers:
+    memory = config.memory
+    return Levers(rounding=memory.rounding, state=memory.optimizer_state, gradients=memory.gradients)
+
+
+def prepare_layers(trunk: Trunk, config: Config) -> SynchronizedGroupOffloadHandler | None:
+    """Make a trained model's layers compile, recompute and offload as the config says; returns what offloads."""
+    memory, layers = config.memory, trunk.layers
+    if memory.compile:
+        compile_layers(layers)
+    share = recomputed_share(config, trunk.target)
+    if share:
+        recompute_layers(layers, share=share, keep="matmuls" if memory.recompute == "matmuls" else "nothing")
+    if memory.activation_offload == "none":
+        return None
+    groups = memory.activation_groups or len(layers)
+    # The last group is needed again at once: its way out and back would only be waited for.
+    leaving = min(round(memory.activation_share * groups), groups - 1)
+    device = trunk.target.device
+    handler = make_handler(memory.activation_offload, groups=groups, offloaded=leaving, device=device)
+    offload_activations(layers, handler)
+    return handler
+
+
+def resident_phase(
+    phase: Phase, parameters: Iterable[Tensor], config: Config, target: Target, *, trained: bool
+) -> Phase:
+    """Phases of a role; where roles are offloaded, its weights are on the device only inside them."""
+    if not config.memory.offload_roles:
+        return phase
+    parked = Parked(parameters, target.device, trained=trained)
+
+    @contextmanager
+    def here(name: str) -> Iterator[None]:
+        with phase(name), parked.here():
+            yield
+
+    return here
+
+
+def recomputed_share(config: Config, target: Target) -> float:
+    """How many of the layers run again in the backward pass."""
+    wanted = config.memory.recompute
+    if wanted == "auto":
+        return 1.0 if target.kind == "cuda" else 0.0
+    if isinstance(wanted, str):
+        return 0.0 if wanted == "none" else 1.0
+    return wanted
