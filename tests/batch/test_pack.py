@@ -93,3 +93,17 @@ def test_a_sequence_over_the_limit_is_refused_with_the_lever():
     with pytest.raises(ConfigError, match="a sequence of 17 tokens does not fit one pass of 16 tokens") as caught:
         pack([10], [0], [8], [0], Limits(max_tokens=16))
     assert "ppo_max_token_len_per_gpu" in caught.value.remedy
+
+
+def test_micro_batches_are_filled_evenly():
+    # First fit would make 10, 10 and 2; three of them hold 8, 7 and 7 as well.
+    lengths = [5, 5, 5, 3, 2, 2]
+    got = pack(lengths, list(range(6)), [1] * 6, list(range(6)), Limits(max_tokens=10))
+    assert [sum(lengths[block.prompt] for block in blocks) for blocks in got] == [8, 7, 7]
+
+
+def test_where_even_filling_would_break_the_limit_first_fit_stands():
+    # The emptiest first: 3, 2 and 3, 2 leave no room for the last 2.
+    lengths = [3, 3, 2, 2, 2]
+    got = pack(lengths, list(range(5)), [1] * 5, list(range(5)), Limits(max_tokens=6))
+    assert [[lengths[block.prompt] for block in blocks] for blocks in got] == [[3, 3], [2, 2, 2]]

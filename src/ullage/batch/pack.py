@@ -4,8 +4,12 @@ A block is one prompt followed by one or more of its responses; responses in a b
 Only tokens that are fed to the model count: the last token of a response predicts nothing and is left out.
 """
 
-from collections.abc import Sequence
+from __future__ import annotations
+
+import heapq
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import NamedTuple
 
 from ullage.base.errors import ConfigError
 
@@ -36,7 +40,8 @@ def pack(
 ) -> list[list[Block]]:
     """Micro-batches over `samples` (indices into `groups` and `response_lengths`), each a list of blocks.
 
-    First-fit decreasing: deterministic, within 11/9 of the fewest micro-batches, and a hard limit by construction.
+    First-fit decreasing finds how many are needed: deterministic, within 11/9 of the fewest, and a hard limit by
+    construction. Then the same number is filled evenly, where that goes: the fullest one sets the peak of memory.
     """
     fed = {i: max(response_lengths[i] - 1, 0) for i in samples}
     blocks = [
@@ -45,19 +50,51 @@ def pack(
         for block in _split(group, members, prompt_lengths[group], fed, limits)
     ]
     tokens = {block: prompt_lengths[block.prompt] + sum(fed[i] for i in block.samples) for block in blocks}
+    ordered = sorted(blocks, key=lambda block: (-tokens[block], block.prompt, block.samples))
+    whole = _Room(limits.max_tokens, limits.max_sequences or len(groups))
+    tight = _first_fit(ordered, tokens, whole)
+    return _even(ordered, tokens, whole, len(tight)) or tight
+
+
+class _Room(NamedTuple):
+    """What is left of a micro-batch."""
+
+    tokens: int
+    sequences: int
+
+    def after(self, tokens: int, block: Block) -> _Room | None:
+        """What is left with a block in it; None where it does not fit."""
+        left = _Room(self.tokens - tokens, self.sequences - len(block.samples))
+        return left if min(left) >= 0 else None
+
+
+def _first_fit(ordered: Sequence[Block], tokens: Mapping[Block, int], whole: _Room) -> list[list[Block]]:
+    """Each block goes to the first micro-batch with room for it."""
     bins: list[list[Block]] = []
-    room: list[tuple[int, int]] = []  # tokens and sequences left in each bin
-    max_sequences = limits.max_sequences or len(groups)
-    for block in sorted(blocks, key=lambda block: (-tokens[block], block.prompt, block.samples)):
-        need = (tokens[block], len(block.samples))
-        for k, (tokens_left, sequences_left) in enumerate(room):
-            if need[0] <= tokens_left and need[1] <= sequences_left:
-                bins[k].append(block)
-                room[k] = (tokens_left - need[0], sequences_left - need[1])
+    rooms: list[_Room] = []
+    for block in ordered:
+        for place, room in enumerate(rooms):
+            if (left := room.after(tokens[block], block)) is not None:
+                bins[place].append(block)
+                rooms[place] = left
                 break
         else:
             bins.append([block])
-            room.append((limits.max_tokens - need[0], max_sequences - need[1]))
+            rooms.append(whole.after(tokens[block], block) or _Room(0, 0))
+    return bins
+
+
+def _even(ordered: Sequence[Block], tokens: Mapping[Block, int], whole: _Room, count: int) -> list[list[Block]] | None:
+    """Each block goes to the emptiest of so many micro-batches; None where one would not fit."""
+    bins: list[list[Block]] = [[] for _ in range(count)]
+    emptiest = [(-whole.tokens, place, whole) for place in range(count)]  # a heap, and in order already
+    for block in ordered:
+        _, place, room = emptiest[0]
+        left = room.after(tokens[block], block)
+        if left is None:
+            return None
+        bins[place].append(block)
+        heapq.heapreplace(emptiest, (-left.tokens, place, left))
     return bins
 
 

@@ -76,7 +76,8 @@ def join(device: torch.device) -> Communicator:
     """The communicator of this process: `Solo`, unless the launcher set RANK and WORLD_SIZE for several."""
     if int(os.environ.get("WORLD_SIZE", "1")) == 1:
         return Solo()
-    dist.init_process_group("nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
+    # Gradients may be collected on the host, so tensors of both kinds are summed.
+    dist.init_process_group("cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo", timeout=TIMEOUT)
     return Ranks(device)
 
 
