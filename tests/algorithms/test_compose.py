@@ -10,7 +10,7 @@ from ullage.base.errors import ConfigError
 
 NAMES = (
     "cispo", "clip_cov", "dapo", "dr_grpo", "gdpo", "gmpo", "gpg", "grpo", "grpo_passk", "gspo", "kl_cov", "opo", "ppo",
-    "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "sapo",
+    "raft", "reinforce_plus_plus", "reinforce_plus_plus_baseline", "remax", "rloo", "sapo",
 )  # fmt: skip
 AGGREGATIONS = {
     "dr_grpo": "seq-mean-token-sum-norm",

@@ -74,6 +74,7 @@ def test_credit_is_the_maths(name, valid):
         ("opo", [0.5, -0.5, 0.0], [-1 / 3, 1 / 6]),  # lengths 2, 2, 3 and 1, 2
         ("gpg", [0.625, -0.625, 0.0], [-0.3125, 0.3125]),  # four of five earn something
         ("grpo_passk", [0.5 / FIRST_STD, 0.0, 0.0], [0.0, 0.5 / SECOND_STD]),
+        ("raft", [1.0, 0.0, 0.0], [0.0, 1.0]),
         ("remax", [0.5, -0.5, 0.0], [0.0, 0.5]),
     ],
 )  # fmt: skip
@@ -122,7 +123,16 @@ def test_what_has_signal(name):
     assert algorithm.has_signal(unscored).tolist() == expected
 
 
-@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "dr_grpo", "grpo_passk", "remax"])
+def test_raft_learns_every_best_answer_and_none_of_a_group_without_one():
+    algorithm = compose(make_config("raft"))
+    experience = make_experience((1.0, 1.0, 0.0, 2.0, 2.0))
+    assert algorithm.assign_credit(experience, Solo()).advantages_NT[:, 0].tolist() == [1, 1, 0, 0, 0]
+    assert algorithm.has_signal(experience).tolist() == [True, True, False, False, False]
+    unscored = make_experience((1.0, 5.0, 0.0, 2.0, 2.5), valid=(True, False, True, True, True))
+    assert algorithm.assign_credit(unscored, Solo()).advantages_NT[:, 0].tolist() == [1, 0, 0, 0, 1]
+
+
+@pytest.mark.parametrize("name", ["grpo", "rloo", "opo", "gpg", "dr_grpo", "grpo_passk", "raft", "remax"])
 def test_without_signal_there_is_no_advantage(name):
     algorithm = compose(make_config(name))
     experience = make_experience(EQUAL, baseline=(1.0, 2.0))

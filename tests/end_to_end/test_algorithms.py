@@ -25,7 +25,7 @@ STEPS = 8
 QUICK = ("grpo", "gspo", "ppo", "reinforce_plus_plus", "rloo")
 SLOW = (
     "cispo", "clip_cov", "dapo", "dr_grpo", "gdpo", "gmpo", "gpg", "grpo_passk", "kl_cov", "opo",
-    "reinforce_plus_plus_baseline", "remax", "sapo",
+    "raft", "reinforce_plus_plus_baseline", "remax", "sapo",
 )  # fmt: skip
 OPTIONS = {
     "ppo": {"critic__optim__lr": 1e-3},
