@@ -30,7 +30,6 @@ def test_every_renamed_key_leads_to_a_key_and_is_not_one():
         (f"{ARR}actor.kl_coef=0.01", f"{ARR}actor.use_kl_loss", True),
         (f"{ARR}actor.kl_coef=0", f"{ARR}actor.use_kl_loss", False),
         (f"{ARR}actor.optim.warmup_style=cosine", f"{ARR}actor.optim.lr_scheduler_type", "cosine"),
-        (f"{ARR}actor.use_prefix_grouper=True", f"{ARR}actor.share_prompt_prefix", True),
         (f"{ARR}actor.model_dtype=bfloat16", f"{ARR}model.dtype", "bfloat16"),
         (f"{ARR}model.torch_dtype=fp32", f"{ARR}model.dtype", "float32"),
         (f"{ARR}rollout.response_length=99", "data.max_response_length", 99),

@@ -42,11 +42,7 @@ def make_config(*, actor=None, rollout=None, **data):
 def test_limits_of_a_pass(data, actor, tokens, sequences):
     limits = make_limits(make_config(actor=actor, **data))
     assert (limits.max_tokens, limits.max_sequences) == (tokens, sequences)
-
-
-@pytest.mark.parametrize(("share", "expected"), [("auto", True), (True, True), (False, False)])
-def test_prompts_are_shared_unless_told_otherwise(share, expected):
-    assert make_limits(make_config(actor={"share_prompt_prefix": share})).share_prefix is expected
+    assert limits.share_prefix
 
 
 def prompt_set(*lengths):

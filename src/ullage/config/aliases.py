@@ -21,7 +21,6 @@ RENAMED = {
     _ACTOR + "clip_epsilon": _ACTOR + "clip_ratio",
     _ACTOR + "optim.warmup_style": _ACTOR + "optim.lr_scheduler_type",
     _ACTOR + "optim.lr_decay_style": _ACTOR + "optim.lr_scheduler_type",
-    _ACTOR + "use_prefix_grouper": _ACTOR + "share_prompt_prefix",
     _ACTOR + "model_dtype": _MODEL + "dtype",
     _MODEL + "torch_dtype": _MODEL + "dtype",
     _MODEL + "model_dtype": _MODEL + "dtype",

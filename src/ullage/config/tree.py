@@ -111,8 +111,6 @@ class Actor(Section):
     """Tokens of one forward and backward pass: a hard limit, and the memory dial."""
     ppo_micro_batch_size_per_gpu: PositiveInt | None = None
     """Sequences of one forward and backward pass, where a count is wanted beside the token limit."""
-    share_prompt_prefix: bool | Literal["auto"] = "auto"
-    """Forward the prompt of a group once in the update; auto: wherever that is exact."""
     clip_ratio: PositiveFloat = 0.2
     clip_ratio_low: PositiveFloat | None = None
     clip_ratio_high: PositiveFloat | None = None
@@ -179,8 +177,8 @@ class CriticModel(Section):
     path: str | None = None
     """A causal language model, or a classifier with one label, whose head is kept; the actor's model when null."""
     lora_rank: NonNegativeInt = 0
-    """Train adapters and the value head only; on the actor's own frozen weights where the actor has adapters too."""
-    lora_alpha: PositiveFloat = 16
+    """Train adapters and the value head only; on the actor's own frozen weights where the actor has adapters too. Alpha
+    and target modules are the actor's."""
 
 
 class CriticOptim(Optim):

@@ -249,6 +249,7 @@ LATER = (
 
 NO_EFFECT = (
     Rule("padding is never computed", "*.use_remove_padding"),
+    Rule("the prompt of a group is always forwarded once", "*.use_prefix_grouper"),
     Rule("batches are always packed by tokens", "*use_dynamic_bsz"),
     Rule("results do not depend on it; the memory dial is ppo_max_token_len_per_gpu", "*micro_batch_size*"),
     Rule(

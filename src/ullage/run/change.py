@@ -23,7 +23,6 @@ BOUND = frozenset(
         "actor_rollout_ref.model.lora_adapter_path",
         "actor_rollout_ref.model.quantization",
         "critic.model.lora_rank",
-        "critic.model.lora_alpha",
         "trainer.device",
         # Which prompts there are, what they look like, and their order.
         "actor_rollout_ref.model.tokenizer_path",

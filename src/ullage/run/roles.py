@@ -62,7 +62,7 @@ def actor_adapter(config: Config, model: LanguageModel) -> Adapter:
     """The adapter that training starts from: the folder's, or a new one."""
     wanted = config.actor_rollout_ref.model
     if wanted.lora_adapter_path is None:
-        return fresh_adapter(config, model, "actor", wanted.lora_rank, wanted.lora_alpha)
+        return fresh_adapter(config, model, "actor", wanted.lora_rank)
     adapter = read_adapter(Path(wanted.lora_adapter_path).expanduser())
     if wanted.lora_rank not in (0, adapter.settings.rank):
         raise ConfigError(
@@ -73,10 +73,9 @@ def actor_adapter(config: Config, model: LanguageModel) -> Adapter:
     return adapter
 
 
-def fresh_adapter(config: Config, trunk: Trunk, role: str, rank: int, alpha: float) -> Adapter:
-    targets = config.actor_rollout_ref.model.target_modules
-    seed = derive(config.trainer.seed, "lora", role)
-    return new_adapter(trunk.module, Settings(rank=rank, alpha=alpha), targets, seed)
+def fresh_adapter(config: Config, trunk: Trunk, role: str, rank: int) -> Adapter:
+    wanted, seed = config.actor_rollout_ref.model, derive(config.trainer.seed, "lora", role)
+    return new_adapter(trunk.module, Settings(rank=rank, alpha=wanted.lora_alpha), wanted.target_modules, seed)
 
 
 def make_limits(config: Config) -> Limits:
@@ -86,7 +85,6 @@ def make_limits(config: Config) -> Limits:
     return Limits(
         max_tokens=max(AUTO_TOKENS, longest) if tokens == "auto" else tokens,
         max_sequences=actor.ppo_micro_batch_size_per_gpu,
-        share_prefix=actor.share_prompt_prefix is not False,
     )
 
 
@@ -143,7 +141,7 @@ def open_value_model(config: Config, actor_model: LanguageModel) -> ValueModel:
     wanted, target = config.critic.model, actor_model.target
     path = wanted.path or config.actor_rollout_ref.model.path
     if wanted.lora_rank and actor_model.adapters is not None and path == config.actor_rollout_ref.model.path:
-        adapter = fresh_adapter(config, actor_model, "critic", wanted.lora_rank, wanted.lora_alpha)
+        adapter = fresh_adapter(config, actor_model, "critic", wanted.lora_rank)
         return add_value_head(actor_model.adapted("critic", adapter))
     try:
         model = load_value_model(
@@ -161,7 +159,7 @@ def open_value_model(config: Config, actor_model: LanguageModel) -> ValueModel:
             "set critic.model.path to a model with the actor's tokenizer",
         )
     if wanted.lora_rank:
-        adapter = fresh_adapter(config, model.trunk, "critic", wanted.lora_rank, wanted.lora_alpha)
+        adapter = fresh_adapter(config, model.trunk, "critic", wanted.lora_rank)
         model = replace(model, trunk=model.trunk.adapted("critic", adapter))
     prepare_layers(model.trunk, config)
     return model
