@@ -143,10 +143,11 @@ def _recompute(translation: Translation) -> None:
         translation.problems.append(Problem(old, value, "must be true or false"))
 
 
-def _offload(translation: Translation) -> None:
-    """verl's offload switches; each has a counterpart that keeps the numbers."""
+def _switches(translation: Translation) -> None:
+    """verl's switches for memory; each has a counterpart that keeps the numbers."""
     for old, new, meaning in (
         (_MODEL + "enable_activation_offload", "memory.activation_offload", "async"),
+        (_MODEL + "use_liger", "memory.liger", True),
         (_ACTOR + "fsdp_config.optimizer_offload", "memory.optimizer_state", "streamed"),
         ("actor_rollout_ref.ref.fsdp_config.param_offload", "memory.offload_roles", True),
     ):
@@ -303,7 +304,7 @@ _STEPS: tuple[Callable[[Translation], None], ...] = (
     _kl_coefficient,
     _truncated_importance,
     _recompute,
-    _offload,
+    _switches,
     _greedy_evaluation,
     _custom_reward,
     _overlong_answers,

@@ -335,6 +335,8 @@ class Memory(Section):
     """Share of the groups that leave."""
     compile: bool = False
     """Compile each decoder block with torch.compile: faster after a minute of compilation."""
+    liger: bool = False
+    """Fused norms, rotary embeddings and activations of liger-kernel, which must be installed; CUDA only."""
     replay: bool = True
     """A phase that runs out of memory is repeated in smaller pieces instead of ending the run."""
 

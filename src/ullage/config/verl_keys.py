@@ -249,6 +249,7 @@ LATER = (
 
 NO_EFFECT = (
     Rule("padding is never computed", "*.use_remove_padding"),
+    Rule("liger's kernels are off", "*.use_liger", unless=(None,)),
     Rule("the prompt of a group is always forwarded once", "*.use_prefix_grouper"),
     Rule("batches are always packed by tokens", "*use_dynamic_bsz"),
     Rule("results do not depend on it; the memory dial is ppo_max_token_len_per_gpu", "*micro_batch_size*"),
@@ -265,7 +266,7 @@ NO_EFFECT = (
     Rule("sequences are not split over GPUs", "*ulysses_sequence_parallel_size"),
     Rule(
         "kernels are chosen for the device",
-        "*.use_liger *fused_kernel* *.tiled_mlp.* *torch_compile *.override_config.attn_implementation",
+        "*fused_kernel* *.tiled_mlp.* *torch_compile *.override_config.attn_implementation",
     ),
     Rule("the LM head always works in chunks", "*.entropy_from_logits* *.entropy_checkpointing"),
     Rule(

@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ullage.config.tree import Config
 from ullage.engine.compiled import compile_layers
+from ullage.engine.liger import use_liger
 from ullage.engine.offload import SynchronizedGroupOffloadHandler, make_handler, offload_activations
 from ullage.engine.optimizer import Levers
 from ullage.engine.parking import Parked
@@ -26,6 +27,8 @@ def optimizer_levers(config: Config) -> Levers:
 def prepare_layers(trunk: Trunk, config: Config) -> SynchronizedGroupOffloadHandler | None:
     """Make a trained model's layers compile, recompute and offload as the config says; returns what offloads."""
     memory, layers = config.memory, trunk.layers
+    if memory.liger:
+        use_liger(trunk.module, trunk.target)
     if memory.compile:
         compile_layers(layers)
     share = recomputed_share(config, trunk.target)
