@@ -22,11 +22,12 @@ from ullage.config.load import load_mapping
 from ullage.config.tree import Config
 from ullage.data.prompts import Prompt
 from ullage.engine.measure import MemoryProbe
+from ullage.engine.replay import Replays
 from ullage.model.language_model import LanguageModel
 from ullage.model.lora import Settings, new_adapter
 from ullage.model.target import Target
 from ullage.rollout.embedded.engine import Engine
-from ullage.rollout.sampling import GroupRequest, Sampling
+from ullage.rollout.sampling import GroupRequest, Sample, Sampling
 from ullage.run.levers import optimizer_levers, prepare_layers
 from ullage.run.roles import register_memory
 from ullage.telemetry.tally import Tally
@@ -58,6 +59,8 @@ class Case:
     micro_batch: int = 2048
     slots: int = 64
     """Samples decoded at once; with adapters there are no large gradients whose memory the cache could lie in."""
+    ends_every: int = 0
+    """One token of the vocabulary in so many ends a sample, so that lengths vary; 0: all are as long as they may be."""
 
 
 CASES = {
@@ -89,7 +92,7 @@ CASES = {
 def fit(name: str, target: Target, *, steps: int = 1) -> dict[str, Any]:
     """One row: whether the step went through under the cap, seconds of its phases, peak bytes of each, components."""
     case = CASES[name]
-    with _capped(case.cap_gib, target):
+    with capped(case.cap_gib, target):
         try:
             return {"case": name} | _run(case, target, steps)
         except torch.OutOfMemoryError as error:
@@ -99,74 +102,92 @@ def fit(name: str, target: Target, *, steps: int = 1) -> dict[str, Any]:
 
 
 def _run(case: Case, target: Target, steps: int) -> dict[str, Any]:
-    config = _config(case)
     began = time.perf_counter()
-    model = _model(case, config, target)
-    prepare_layers(model, config)
-    algorithm = compose(config)
-    phases = Phases(target)
-    limits = Limits(max_tokens=case.micro_batch)
-    actor = Actor(
-        model,
-        config.actor_rollout_ref.actor,
-        limits,
-        Solo(),
-        temperature=1.0,
-        levers=optimizer_levers(config),
-        phase=phases,
-    )
-    longest = case.prompt_tokens + case.response_tokens
-    engine = Engine(model, slots=case.slots, max_length=longest, lent=actor.optimizer.lendable)
-    register_memory(phases.probe, actor, None, None, engine)
-    schedule = Schedule(config, algorithm.aggregation, Solo())
+    training = Training(case, target)
     synchronize(target)
     ready = time.perf_counter() - began
     for step in range(1, steps + 1):
-        _step(case, actor, engine, algorithm, schedule, phases, step)
+        training.step(step)
+    phases = training.phases
     return {
         "cap_gib": case.cap_gib,
         "fits": True,
-        "parameters": sum(p.numel() for p in model.module.parameters()),
+        "parameters": sum(p.numel() for p in training.model.module.parameters()),
         "load_s": round(ready, 1),
         "step_s": round(sum(phases.seconds.values()), 1),
         "seconds": {phase: round(value, 2) for phase, value in phases.seconds.items()},
         "peak_gib": {phase: round(value / GIB, 2) for phase, value in phases.peaks.items()},
         "device_used_gib": round(phases.device_used / GIB, 2),
         "components_gib": {owner: round(value / GIB, 2) for owner, value in phases.probe.owners.items()},
-        "host_gib": round(sum(actor.optimizer.host_nbytes().values()) / GIB, 2),
+        "host_gib": round(sum(training.actor.optimizer.host_nbytes().values()) / GIB, 2),
+        "replays": len(training.replays),
     }
 
 
-def _step(
-    case: Case, actor: Actor, engine: Engine, algorithm: Algorithm, schedule: Schedule, phases: Phases, step: int
-) -> None:
-    """Sample, score by a coin, evaluate, update."""
-    generator = torch.Generator().manual_seed(step)
-    prompts = [
-        Prompt(
-            id=i,
-            token_ids=tuple(torch.randint(10, 400, (case.prompt_tokens,), generator=generator).tolist()),
-            prompt="",
-            target=None,
-            source="bench",
-            extra={},
+class Training:
+    """The objects of a GRPO run with random weights, and its steps."""
+
+    def __init__(self, case: Case, target: Target) -> None:
+        config = _config(case)
+        self.case = case
+        self.current_step = 0
+        self.phases = Phases(target)
+        self.replays: list[str] = []
+        """A line for each phase that ran out of memory and was repeated."""
+        self.model = _model(case, config, target)
+        prepare_layers(self.model, config)
+        self.algorithm: Algorithm = compose(config)
+        self.actor = Actor(
+            self.model,
+            config.actor_rollout_ref.actor,
+            Limits(max_tokens=case.micro_batch),
+            Solo(),
+            temperature=1.0,
+            levers=optimizer_levers(config),
+            phase=self.phases,
+            replays=Replays(say=self.replays.append),
         )
-        for i in range(case.prompts)
-    ]
-    seeds = [tuple(derive(step, prompt.id, i) for i in range(case.samples)) for prompt in prompts]
-    requests = [GroupRequest(prompt=p.token_ids, seeds=own) for p, own in zip(prompts, seeds, strict=True)]
-    with phases("rollout"):
-        samples = engine.generate(requests, Sampling(max_tokens=case.response_tokens, ignore_eos=True))
-    rewards = torch.tensor([float(sum(sample.token_ids) % 2) for sample in samples], dtype=torch.float64)
-    experience = to_rollouts(prompts, range(len(prompts)), samples).scored(
-        rewards_N=rewards, valid_N=torch.ones(len(samples), dtype=torch.bool)
-    )
-    plan = schedule.plan(experience, step)
-    experience = experience.evaluated(old_logprobs=actor.logprobs(experience, plan), ref_logprobs=None, values=None)
-    batch = algorithm.assign_credit(experience, Solo())
-    with phases("update"):
-        for mini_batch in schedule.mini_batches(batch, step):
-            actor.update(mini_batch, algorithm, 1e-6, Tally())
+        longest = case.prompt_tokens + case.response_tokens
+        lent = self.actor.optimizer.lendable
+        self.engine = Engine(self.model, slots=case.slots, max_length=longest, lent=lent)
+        register_memory(self.phases.probe, self.actor, None, None, self.engine)
+        self.schedule = Schedule(config, self.algorithm.aggregation, Solo())
+
+    def step(self, step: int) -> list[Sample]:
+        """Sample, score by a coin, evaluate, update; what was sampled."""
+        self.current_step = step
+        prompts = self._prompts(step)
+        seeds = [tuple(derive(step, prompt.id, i) for i in range(self.case.samples)) for prompt in prompts]
+        requests = [GroupRequest(prompt=p.token_ids, seeds=own) for p, own in zip(prompts, seeds, strict=True)]
+        sampling = Sampling(max_tokens=self.case.response_tokens, ignore_eos=not self.case.ends_every)
+        with self.phases("rollout"):
+            samples = self.engine.generate(requests, sampling)
+        rewards = torch.tensor([float(sum(sample.token_ids) % 2) for sample in samples], dtype=torch.float64)
+        experience = to_rollouts(prompts, range(len(prompts)), samples).scored(
+            rewards_N=rewards, valid_N=torch.ones(len(samples), dtype=torch.bool)
+        )
+        plan = self.schedule.plan(experience, step)
+        old_logprobs = self.actor.logprobs(experience, plan)
+        experience = experience.evaluated(old_logprobs=old_logprobs, ref_logprobs=None, values=None)
+        batch = self.algorithm.assign_credit(experience, Solo())
+        with self.phases("update"):
+            for mini_batch in self.schedule.mini_batches(batch, step):
+                self.actor.update(mini_batch, self.algorithm, 1e-6, Tally())
+        return samples
+
+    def _prompts(self, step: int) -> list[Prompt]:
+        generator = torch.Generator().manual_seed(step)
+        return [
+            Prompt(
+                id=i,
+                token_ids=tuple(torch.randint(10, 400, (self.case.prompt_tokens,), generator=generator).tolist()),
+                prompt="",
+                target=None,
+                source="bench",
+                extra={},
+            )
+            for i in range(self.case.prompts)
+        ]
 
 
 class Phases:
@@ -178,9 +199,11 @@ class Phases:
         self.seconds: dict[str, float] = {}
         self.peaks: dict[str, int] = {}
         self.device_used = 0
+        self.current: str | None = None
 
     @contextmanager
     def __call__(self, name: str) -> Iterator[None]:
+        self.current = name
         synchronize(self.target)
         self.probe.start_phase()
         began = time.perf_counter()
@@ -206,6 +229,9 @@ def _config(case: Case) -> Config:
 
 def _model(case: Case, config: Config, target: Target) -> LanguageModel:
     model = random_model(case.shape, target, quantization=config.actor_rollout_ref.model.quantization)
+    if case.ends_every:
+        vocabulary = model.module.config.get_text_config().vocab_size
+        model = dataclasses.replace(model, stop_ids=frozenset(range(0, vocabulary, case.ends_every)))
     rank = config.actor_rollout_ref.model.lora_rank
     if not rank:
         return model
@@ -214,7 +240,7 @@ def _model(case: Case, config: Config, target: Target) -> LanguageModel:
 
 
 @contextmanager
-def _capped(gib: float | None, target: Target) -> Iterator[None]:
+def capped(gib: float | None, target: Target) -> Iterator[None]:
     """torch's own limit on this process: what a smaller card would do."""
     if gib is None or target.kind != "cuda":
         yield

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
@@ -14,8 +14,8 @@ from ullage.model.head import Head
 from ullage.model.target import Target
 
 
-def heads(target: Target, *, tokens: int, vocabulary: int, hidden_sizes: tuple[int, ...]) -> list[dict[str, Any]]:
-    return [_compare(target, tokens, vocabulary, hidden) for hidden in hidden_sizes]
+def heads(target: Target, *, tokens: int, vocabulary: int, hidden_sizes: tuple[int, ...]) -> Iterator[dict[str, Any]]:
+    return (_compare(target, tokens, vocabulary, hidden) for hidden in hidden_sizes)
 
 
 def _compare(target: Target, tokens: int, vocabulary: int, hidden: int) -> dict[str, Any]:

@@ -88,6 +88,11 @@ def _quantised_module(name: str, target: Target, kind: Quantisation) -> PreTrain
 def random_model(name: str, target: Target, *, quantization: Quantisation | None = None) -> LanguageModel:
     """The same, ready for the trainer and the engine; it has no tokenizer and never ends a sample by itself."""
     module = random_module(name, target) if quantization is None else _quantised_module(name, target, quantization)
+    return language_model(module, target)
+
+
+def language_model(module: PreTrainedModel, target: Target) -> LanguageModel:
+    """A module of random weights as the trainer wants it."""
     return LanguageModel(
         module=module,
         tokenizer=None,

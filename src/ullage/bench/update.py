@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
@@ -129,9 +129,8 @@ def row(
     }
 
 
-def utilisation(target: Target, shapes: Mapping[str, tuple[int, int]]) -> list[dict[str, Any]]:
+def utilisation(target: Target, shapes: Mapping[str, tuple[int, int]]) -> Iterator[dict[str, Any]]:
     """Rows for each shape, without and with compiled blocks; memory allowing, nothing is recomputed."""
-    rows = []
     for shape, (tokens, micro_batch) in shapes.items():
         workload = Workload(shape=shape, tokens=tokens, micro_batch=micro_batch)
         for compiled in (False, True):
@@ -140,8 +139,7 @@ def utilisation(target: Target, shapes: Mapping[str, tuple[int, int]]) -> list[d
                 "memory.compile": compiled,
                 "memory.optimizer_state": "streamed",  # not timed here, and room for activations
             }
-            rows.append(speed(workload, target, settings))
-    return rows
+            yield speed(workload, target, settings)
 
 
 _NO_RECOMPUTE = {"memory.recompute": "none"}
@@ -193,16 +191,16 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
 """What becomes of activations; an optimizer without state leaves room for all of them."""
 
 
-def levers(workload: Workload, target: Target, table: Mapping[str, Mapping[str, Any]]) -> list[dict[str, Any]]:
+def levers(workload: Workload, target: Target, table: Mapping[str, Mapping[str, Any]]) -> Iterator[dict[str, Any]]:
     """Bytes saved and time lost by each row of a table of settings, against its first."""
-    rows: list[dict[str, Any]] = []
+    first: dict[str, Any] | None = None
     for name, settings in table.items():
         try:
             found = speed(workload, target, settings, repeat=2)
         except torch.OutOfMemoryError:
             found = {"shape": workload.shape, "update_s": None, "peak_gib": None}
-        rows.append({"lever": name} | found)
-    return [compared(found, rows[0]) for found in rows]
+        first = first or found
+        yield compared({"lever": name} | found, first)
 
 
 def compared(found: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:

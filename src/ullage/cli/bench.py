@@ -5,6 +5,8 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections.abc import Iterable
+from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -12,8 +14,11 @@ if TYPE_CHECKING:
     from ullage.model.target import Target
 
 HELP = "measure speed and memory on this machine"
-PARTS = ("speed", "head", "levers", "state", "activations", "fit")
+PARTS = ("speed", "peers", "head", "levers", "state", "activations", "fit", "endurance", "replay")
 RESULTS = Path("benchmarks/results")
+SIZES = {"0.5B": (32768, 32768), "1.5B": (32768, 32768), "7B": (16384, 16384)}
+"""Tokens of an update and of one pass, by shape."""
+SMALL = (4096, 4096)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
@@ -35,24 +40,38 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     found: dict[str, Any] = {}
     command = "ullage bench update --only " + " ".join(arguments.only)
     for part in arguments.only:
-        found[part] = measured(part, target, arguments)
-        report.write(out, target, command, found)  # after each part, so that nothing measured is lost
-        print(f"{part}\n{report.table(found[part])}\n", file=sys.stderr, flush=True)
+        found[part] = []
+        for row in measured(part, target, arguments):
+            found[part].append(row)
+            report.write(out, target, command, found)  # after each row, so that nothing measured is lost
+            say(f"{part}: {json.dumps(row)}")
+        say(f"{part}\n{report.table(found[part])}\n")
     if arguments.json:
         print(json.dumps(found))
-    print(f"written: {out}", file=sys.stderr)
+    say(f"written: {out}")
     return 0
 
 
-def measured(part: str, target: Target, arguments: argparse.Namespace) -> list[dict[str, Any]]:
+def say(line: str) -> None:
+    print(line, file=sys.stderr, flush=True)
+
+
+def measured(part: str, target: Target, arguments: argparse.Namespace) -> Iterable[dict[str, Any]]:
     """The rows of one part. A CPU gets the same code on a tiny model: a check that it runs, not a measurement."""
-    from ullage.bench import fit, head, update
+    from ullage.bench import endurance, fit, head, peers, replay, update
 
     small = target.kind == "cpu"
-    if part == "speed":
-        sizes = {"0.5B": (32768, 32768), "1.5B": (32768, 32768), "7B": (16384, 16384)}
-        shapes = arguments.shapes or (["tiny"] if small else list(sizes))
-        return update.utilisation(target, {shape: sizes.get(shape, (4096, 4096)) for shape in shapes})
+    if part in ("speed", "peers"):
+        shapes = arguments.shapes or (["tiny"] if small else list(SIZES))
+        if part == "speed":
+            return update.utilisation(target, {shape: SIZES.get(shape, SMALL) for shape in shapes})
+        sizes = [(shape, *SIZES.get(shape, SMALL)) for shape in shapes]
+        workloads = [update.Workload(shape=shape, tokens=tokens, micro_batch=most) for shape, tokens, most in sizes]
+        return chain.from_iterable(peers.peers(workload, target, say=say) for workload in workloads)
+    if part == "endurance":
+        return endurance.endurance(target, steps=20 if small else 200, say=say)
+    if part == "replay":
+        return replay.replay(target, steps=3 if small else 5, say=say)
     if part == "head":
         if small:
             return head.heads(target, tokens=256, vocabulary=2048, hidden_sizes=(64,))
@@ -62,4 +81,4 @@ def measured(part: str, target: Target, arguments: argparse.Namespace) -> list[d
         shape = "tiny" if small else "3B" if part == "levers" else "7B"
         workload = update.Workload(shape=shape, tokens=4096 if small else 16384, micro_batch=4096 if small else 8192)
         return update.levers(workload, target, tables[part])
-    return [fit.fit(case, target) for case in arguments.cases or (["tiny"] if small else fit.CASES)]
+    return (fit.fit(case, target) for case in arguments.cases or (["tiny"] if small else fit.CASES))
