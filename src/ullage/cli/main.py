@@ -28,6 +28,8 @@ class Verb(NamedTuple):
 
 VERBS: dict[str, Verb] = {
     "demo": Verb("train a small real model on arithmetic and watch it learn, on this machine", takes_overrides=True),
+    "plan": Verb("predict memory by phase, from a model or a config, without loading anything", takes_overrides=True),
+    "advise": Verb("what these GPUs can train, or what a model needs"),
     "init": Verb("print or write a commented starter config"),
     "train": Verb("train from a config file", takes_overrides=True),
     "resume": Verb("continue a run that was stopped", takes_overrides=True),

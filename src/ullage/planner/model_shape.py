@@ -1,0 +1,370 @@
+"""What a model is made of, as numbers: read from a `config.json`, from the bundled shapes, or guessed from a size."""
+
+from __future__ import annotations
+
+import difflib
+import json
+import math
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+from functools import cache
+from importlib.resources import files
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from ullage.base.errors import ModelError
+
+GATED = 3
+"""Matrices of an MLP with a gate: gate, up, down."""
+FOUR_NORMS = ("gemma2", "gemma3", "gemma3_text", "glm4")
+QK_NORMS = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
+BIASED = ("qwen2", "qwen2_moe")
+TIED = ("gemma", "gemma2", "gemma3", "gemma3_text")
+"""Families whose config.json leaves out what is true of all of them."""
+UNSUPPORTED = ("gpt2", "gpt_neox", "phi", "opt", "bloom", "falcon", "mpt", "starcoder2", "stablelm", "mamba", "t5")
+"""Model types with layers of another make: two matrices in the MLP, norms with biases, no attention."""
+TUNED = re.compile(r"^meta-|-(instruct|base|it|pt|chat|hf)(?=-|$)")
+DOMAINS = re.compile(r"-(math|coder)(?=-)")
+"""What names say about training, not about the shape."""
+SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([BbMmTt])")
+LADDER = (
+    *(f"qwen2.5-{size}b" for size in ("0.5", "1.5", "3", "7", "14", "32", "72")),
+    "llama-3.1-405b",
+)
+"""Dense models by size: what a shape of another size is interpolated from."""
+UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
+
+
+class Linear(NamedTuple):
+    """A linear layer: the last part of its name, and its widths."""
+
+    name: str
+    inputs: int
+    outputs: int
+
+    @property
+    def size(self) -> int:
+        return self.inputs * self.outputs
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Shape:
+    """A decoder-only transformer."""
+
+    name: str
+    layers: int
+    hidden: int
+    mlp: int
+    """Width of a dense layer's MLP."""
+    heads: int
+    kv_heads: int
+    head_size: int
+    vocabulary: int
+    tied: bool
+    """Embedding and output head are one matrix."""
+    attention_bias: bool = False
+    qk_norm: bool = False
+    experts: int = 0
+    experts_per_token: int = 0
+    expert_mlp: int = 0
+    shared_mlp: int = 0
+    """Width of the experts that every token goes through, together."""
+    sliding_window: int = 0
+    kv_lora_rank: int = 0
+    """Width of the compressed keys and values of multi-head latent attention; 0: plain attention."""
+    q_lora_rank: int = 0
+    rope_head_size: int = 0
+    """With latent attention: the part of a head that carries positions, beside `head_size`."""
+    dense_layers: int = 0
+    """First layers that have no experts, in a model whose other layers do."""
+    vectors: int = 0
+    """Elements of a layer in further vectors: more norms, more biases, attention sinks."""
+    expert_vectors: int = 0
+    """The same in layers with experts."""
+    assumption: str = ""
+    """What was guessed, where something was."""
+
+    @property
+    def query(self) -> int:
+        """Width of all query heads."""
+        return self.heads * (self.head_size + self.rope_head_size)
+
+    @property
+    def values(self) -> int:
+        """Width of what attention gives back."""
+        return self.heads * self.head_size
+
+    @property
+    def keys(self) -> int:
+        """Width of all key heads; of the values too, but for latent attention."""
+        return self.kv_heads * (self.head_size + self.rope_head_size)
+
+    @property
+    def attention_linears(self) -> tuple[Linear, ...]:
+        """The linear layers of one attention."""
+        if not self.kv_lora_rank:
+            kv = self.kv_heads * self.head_size
+            return (
+                Linear("q_proj", self.hidden, self.query),
+                Linear("k_proj", self.hidden, kv),
+                Linear("v_proj", self.hidden, kv),
+                Linear("o_proj", self.values, self.hidden),
+            )
+        query = [Linear("q_proj", self.hidden, self.query)]
+        if self.q_lora_rank:
+            query = [
+                Linear("q_a_proj", self.hidden, self.q_lora_rank),
+                Linear("q_b_proj", self.q_lora_rank, self.query),
+            ]
+        return (
+            *query,
+            Linear("kv_a_proj_with_mqa", self.hidden, self.kv_lora_rank + self.rope_head_size),
+            Linear("kv_b_proj", self.kv_lora_rank, 2 * self.values),
+            Linear("o_proj", self.values, self.hidden),
+        )
+
+    @property
+    def attention_vectors(self) -> int:
+        """Biases and norms of the attention."""
+        bias = self.query + 2 * self.kv_heads * self.head_size if self.attention_bias else 0
+        return bias + (2 * self.head_size if self.qk_norm else 0) + self.kv_lora_rank + self.q_lora_rank
+
+    @property
+    def dense_parameters(self) -> int:
+        """Of a layer with an MLP: attention, MLP, two norms."""
+        return self._attention_parameters + GATED * self.hidden * self.mlp
+
+    @property
+    def expert_parameters(self) -> int:
+        """Of a layer with experts: attention, router, experts, two norms."""
+        experts = self.experts * (GATED * self.hidden * self.expert_mlp + self.hidden)
+        return self._attention_parameters + experts + GATED * self.hidden * self.shared_mlp + self.expert_vectors
+
+    @property
+    def layer_parameters(self) -> int:
+        """Of the largest kind of layer."""
+        return self.expert_parameters if self.experts else self.dense_parameters
+
+    @property
+    def table(self) -> int:
+        """Of the embedding, and of the output head."""
+        return self.vocabulary * self.hidden
+
+    @property
+    def trunk_parameters(self) -> int:
+        """Everything but an output head of its own."""
+        dense = self.dense_layers if self.experts else self.layers
+        body = dense * self.dense_parameters + (self.layers - dense) * self.layer_parameters
+        return body + self.hidden + self.table
+
+    @property
+    def parameters(self) -> int:
+        return self.trunk_parameters + (0 if self.tied else self.table)
+
+    @property
+    def active_parameters(self) -> int:
+        """Those that one token is multiplied with, the output head included."""
+        idle = (self.experts - self.experts_per_token) * GATED * self.hidden * self.expert_mlp
+        return self.parameters - (self.layers - self.dense_layers) * idle - (0 if self.tied else self.table)
+
+    @property
+    def linears(self) -> tuple[tuple[int, Linear], ...]:
+        """Every linear layer that adapters and quantisation reach, with how often there is one: experts are fused."""
+        dense = self.dense_layers if self.experts else self.layers
+        stacks = [(dense, self.mlp)] + [(self.layers - dense, self.shared_mlp)] * bool(self.shared_mlp)
+        found = [(self.layers, linear) for linear in self.attention_linears]
+        for count, width in stacks:
+            shapes = (
+                ("gate_proj", self.hidden, width),
+                ("up_proj", self.hidden, width),
+                ("down_proj", width, self.hidden),
+            )
+            found += [(count, Linear(*shape)) for shape in shapes if count]
+        return tuple(found)
+
+    @property
+    def kv_bytes_per_token(self) -> int:
+        """In Ullage's own cache, two bytes a number: whole keys and values of every layer, whatever the window."""
+        return 2 * 2 * self.layers * self.keys
+
+    @property
+    def compressed_kv_bytes_per_token(self) -> int:
+        """What an engine that caches the compressed form keeps."""
+        if not self.kv_lora_rank:
+            return self.kv_bytes_per_token
+        return 2 * self.layers * (self.kv_lora_rank + self.rope_head_size)
+
+    @property
+    def _attention_parameters(self) -> int:
+        """With both norms of a layer and its other vectors."""
+        matrices = sum(linear.size for linear in self.attention_linears)
+        return matrices + self.attention_vectors + 2 * self.hidden + self.vectors
+
+    @classmethod
+    def from_config(cls, config: Mapping[str, Any], name: str = "the model") -> Shape:
+        """From the content of a Hugging Face `config.json`."""
+        return _from_config(config, name)
+
+
+def find_shape(text: str) -> Shape:
+    """A bundled model by name, a folder or a `config.json`, or a size such as `8B`."""
+    path = Path(text).expanduser()
+    if path.is_dir():
+        path = path / "config.json"
+    if path.suffix == ".json" and path.is_file():
+        return Shape.from_config(_read(path), path.parent.name or path.name)
+    shapes = bundled_shapes()
+    wanted = text.rsplit("/", 1)[-1].lower()
+    bare = TUNED.sub("", wanted)
+    for name in (wanted, bare, DOMAINS.sub("", bare)):
+        if name in shapes:
+            return shapes[name]
+    size = SIZE.fullmatch(text.strip())
+    if size:
+        return shape_of_size(float(size[1]) * UNITS[size[2].lower()], text)
+    if path.suffix == ".json" or "\\" in text or text.startswith((".", "/", "~")):
+        raise ModelError(f"{text}: no config.json there", "give a model folder, a bundled name or a size such as 8B")
+    near = difflib.get_close_matches(wanted, shapes, n=3, cutoff=0.4)
+    hint = f"nearest: {', '.join(shapes[name].name for name in near)}" if near else "`8B` works too"
+    raise ModelError(f"no shape is bundled for {text!r}", f"{hint}; or give a folder with a config.json, or a size")
+
+
+@cache
+def bundled_shapes() -> dict[str, Shape]:
+    """By name in lower case."""
+    text = (files("ullage.planner") / "data" / "shapes.json").read_text(encoding="utf-8")
+    return {name.lower(): Shape(name=name, **numbers) for name, numbers in json.loads(text)["shapes"].items()}
+
+
+def shape_of_size(parameters: float, name: str) -> Shape:
+    """A dense shape with about so many parameters, between two models of well-known proportions."""
+    family = [bundled_shapes()[known] for known in LADDER]
+    if not family[0].parameters / 4 <= parameters <= 5 * family[-1].parameters:
+        raise ModelError(f"{name}: no transformer of this size is known", "give a size between 0.2B and 2000B")
+    after = next((i for i, shape in enumerate(family) if shape.parameters >= parameters), len(family) - 1)
+    low, high = family[max(0, after - 1)], family[max(1, after)]
+    share = math.log(parameters / low.parameters) / math.log(high.parameters / low.parameters)
+
+    def between(a: int, b: int, unit: int) -> int:
+        return max(unit, unit * round(a * math.pow(b / a, share) / unit))
+
+    hidden = between(low.hidden, high.hidden, 512)
+    heads = hidden // 128
+    shape = replace(
+        high if share > 0.5 else low,
+        name=name,
+        layers=between(low.layers, high.layers, 1),
+        hidden=hidden,
+        heads=heads,
+        head_size=128,
+        # A power of two that divides the heads.
+        kv_heads=min(heads & -heads, 1 << between(low.kv_heads, high.kv_heads, 1).bit_length() - 1),
+    )
+    # The MLP takes up what the rounding of the other widths left over.
+    rest = parameters - (shape.parameters - shape.layers * GATED * shape.hidden * shape.mlp)
+    shape = replace(shape, mlp=max(128, 64 * round(rest / (shape.layers * GATED * shape.hidden) / 64)))
+    told = f"{name}: a dense shape between {low.name} and {high.name} is assumed; name a model for its own"
+    return replace(shape, assumption=told)
+
+
+def _read(path: Path) -> Mapping[str, Any]:
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except (OSError, ValueError) as error:
+        raise ModelError(f"{path}: {error}", "give a Hugging Face model folder") from error
+    if not isinstance(found, dict):
+        raise ModelError(f"{path}: not a model's config", "give a Hugging Face model folder")
+    return found
+
+
+# --- config.json ---
+
+EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
+EXPERT_MLP = ("moe_intermediate_size", "expert_intermediate_size")
+PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk")
+
+
+def _from_config(config: Mapping[str, Any], name: str) -> Shape:
+    outer, config = config, config.get("text_config") or config
+    kind = str(config.get("model_type") or outer.get("model_type") or "")
+    if kind in UNSUPPORTED:
+        raise ModelError(f"{name}: layers of model type {kind} are not known here", "trace it, or give a size")
+
+    def number(key: str, default: int | None = None) -> int:
+        value = config.get(key)
+        if value is None:
+            value = default
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ModelError(f"{name}: its config has no {key}", "complete the config.json, or name a bundled model")
+        return value
+
+    hidden, heads = number("hidden_size"), number("num_attention_heads")
+    if not hidden or not heads:
+        raise ModelError(f"{name}: hidden_size and num_attention_heads are 0", "complete the config.json")
+    latent = config.get("kv_lora_rank") is not None
+    size = number("v_head_dim") if latent else number("head_dim", hidden // heads)
+    kv_heads = heads if latent else number("num_key_value_heads", heads)
+    shape = Shape(
+        name=name,
+        layers=number("num_hidden_layers"),
+        hidden=hidden,
+        mlp=number("intermediate_size"),
+        heads=heads,
+        kv_heads=kv_heads,
+        head_size=size,
+        vocabulary=number("vocab_size"),
+        tied=bool(config.get("tie_word_embeddings", outer.get("tie_word_embeddings", kind in TIED))),
+        attention_bias=bool(config.get("attention_bias", config.get("qkv_bias", False))) or kind in BIASED,
+        qk_norm=kind in QK_NORMS,
+        sliding_window=_window(config),
+        kv_lora_rank=number("kv_lora_rank") if latent else 0,
+        q_lora_rank=number("q_lora_rank", 0) if latent else 0,
+        rope_head_size=number("qk_rope_head_dim") if latent else 0,
+        vectors=_vectors(config, kind, hidden, heads * size, kv_heads * size),
+    )
+    return _with_experts(shape, config, kind, name)
+
+
+def _window(config: Mapping[str, Any]) -> int:
+    uses = config.get("use_sliding_window", True)
+    return int(config.get("sliding_window") or 0) if uses else 0
+
+
+def _vectors(config: Mapping[str, Any], kind: str, hidden: int, query: int, kv: int) -> int:
+    """What a family has beside two norms and the biases of queries, keys and values."""
+    if kind in FOUR_NORMS:
+        return 2 * hidden
+    if kind == "olmo2":  # norms over all heads at once
+        return query + kv
+    output = hidden if config.get("attention_bias") and kind in ("llama", "gpt_oss") else 0
+    return output + (int(config["num_attention_heads"]) if kind == "gpt_oss" else 0)
+
+
+def _with_experts(shape: Shape, config: Mapping[str, Any], kind: str, name: str) -> Shape:
+    """The same shape with its experts, where the config names any."""
+    count = next((config[key] for key in EXPERTS if config.get(key)), 0)
+    if not count:
+        return shape
+    per_token = next((config[key] for key in PER_TOKEN if config.get(key)), None)
+    width = next((config[key] for key in EXPERT_MLP if config.get(key)), None)
+    if width is None and kind in ("mixtral", "gpt_oss"):  # all of their layers have experts, of this width
+        width = shape.mlp
+    if per_token is None or width is None:
+        missing = "num_experts_per_tok" if per_token is None else "moe_intermediate_size"
+        raise ModelError(
+            f"{name}: a mixture of {count} experts, but its config has no {missing}",
+            "complete the config.json, or name a bundled model",
+        )
+    shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
+    biases = count * (2 * width + shape.hidden + 1) if kind == "gpt_oss" else 0
+    gate = shape.hidden if config.get("shared_expert_intermediate_size") else 0  # Qwen2-MoE's
+    return replace(
+        shape,
+        experts=count,
+        experts_per_token=per_token,
+        expert_mlp=width,
+        shared_mlp=shared,
+        dense_layers=config.get("first_k_dense_replace") or 0,
+        expert_vectors=biases + gate,
+    )

@@ -1,0 +1,124 @@
+"""Each component by hand: small numbers whose formula can be followed on paper."""
+
+import pytest
+
+from ullage.planner import components as c
+from ullage.planner.components import GIB, MIB, Pass
+from ullage.planner.model_shape import find_shape
+
+SEVEN = find_shape("Qwen2.5-7B")
+THIRTY_TWO = find_shape("Qwen2.5-32B")
+
+
+def test_weights_in_each_precision():
+    linear = 28 * (2 * 3584 * 3584 + 2 * 3584 * 512 + 3 * 3584 * 18944)
+    rest = SEVEN.parameters - linear
+    assert c.weights(SEVEN).bytes == 2 * 7_615_616_512
+    assert c.weights(SEVEN, width=4).bytes == 4 * 7_615_616_512
+    assert c.weights(SEVEN, quantisation="nf4").bytes == linear // 2 + linear // 64 + linear // 4096 + 2 * rest
+    rows = 28 * (2 * 3584 + 2 * 512 + 2 * 18944 + 3584)
+    assert c.weights(SEVEN, quantisation="int8").bytes == linear + 4 * rows + 2 * rest
+    assert c.weights(SEVEN, head=False).bytes == 2 * (7_615_616_512 - 152064 * 3584)
+
+
+def test_adapters_have_a_rank_for_each_side_of_every_linear_layer():
+    assert c.adapter_parameters(THIRTY_TWO, 16) == 134_217_728  # as update_h200_fit.json counted
+    assert c.adapter_parameters(SEVEN, 8, ["q_proj", "v_proj"]) == 28 * 8 * (2 * 3584 + 3584 + 512)
+
+
+def test_state_and_gradients_for_a_parameter():
+    assert c.moment_bytes("adamw_8bit") == 2.03125
+    assert c.moments(1000, "adamw").bytes == 8000
+    assert c.moments(1000, "sgd").bytes == 0
+    assert c.master(1000).bytes == 4000
+    assert c.gradients(1000, "weights").bytes == 2000
+    assert c.gradients(1000, "float32", largest=10).bytes == 4020
+    assert c.gradients(1000, "host", largest=10).bytes == 20
+    assert c.staging(12, 10**9).bytes == 96 * MIB
+    assert c.staging(12, 100).bytes == 2400
+
+
+def test_the_kv_cache_has_a_page_more_for_each_slot_and_may_lie_in_the_gradients_memory():
+    each = 64 * 2 * 8 * 128 * 2
+    cache = c.kv_cache(THIRTY_TWO, slots=32, longest=1024, tokens=None)
+    assert cache.bytes == 32 * 65 * 16 * each  # 8.12 GiB in update_h200_fit.json
+    assert c.kv_cache(THIRTY_TWO, slots=32, longest=1024, tokens=100).bytes == 7 * 16 * each
+    assert c.kv_cache(THIRTY_TWO, slots=32, longest=1024, tokens=None, lent=cache.bytes).bytes == 0
+    assert c.kv_cache(THIRTY_TWO, slots=32, longest=1024, tokens=None, lent=cache.bytes - 1).bytes == cache.bytes
+
+
+def test_what_a_layer_saves():
+    token = Pass(tokens=1, positions=1)
+    assert c.saved_by_layer(SEVEN, token) == 16 * 3584 + 4 * 3584 + 4 * 512 + 8 * 18944 + 4 * 28 + 8 == 225_400
+    assert c.saved_by_layer(SEVEN, Pass(tokens=1, positions=1, compiled=True)) == 158_840
+    assert c.saved_by_layer(SEVEN, Pass(tokens=1, positions=1, rank=16)) == 225_400 - 4 * 3584 + 14 * 16
+    assert c.kept_by_recompute(SEVEN, token, matmuls=False) == 7168
+    assert c.kept_by_recompute(SEVEN, token, matmuls=True) == 7168 + 4 * 3584 + 4 * 512 + 112 + 4 * 3584 + 4 * 18944
+
+
+def test_norms_of_queries_and_keys_are_saved_too():
+    eight, token = find_shape("Qwen3-8B"), Pass(tokens=1, positions=1)
+    plain = 16 * 4096 + 4 * 4096 + 4 * 1024 + 8 * 12288 + 4 * 32 + 8
+    assert c.saved_by_layer(eight, token) == plain + 6 * (4096 + 1024)
+
+
+def test_activations_count_layers_kept_recomputed_and_away():
+    a = Pass(tokens=1000, positions=1000)
+    full = c.activations(SEVEN, a, recomputed=0, matmuls=False, leaving=0).bytes
+    assert full == 28 * 1000 * 225_400
+    assert c.activations(SEVEN, a, recomputed=0, matmuls=False, leaving=7).bytes == full * 3 // 4
+    assert c.activations(SEVEN, a, recomputed=28, matmuls=False, leaving=0).bytes == 28 * 1000 * 7168
+    assert c.activations(SEVEN, a, recomputed=14, matmuls=False, leaving=0).bytes == 14_000 * (7168 + 225_400)
+
+
+def test_the_head_needs_a_chunk_of_logits_and_the_gradient_of_its_weight():
+    table, small, large = 152064 * 3584, Pass(tokens=10, positions=10), Pass(tokens=9000, positions=9000)
+    beside = 4 * 3584 + 8 * 3584 + 4
+    assert c.head_backward(SEVEN, small, trained=True).bytes == 6 * table + 10 * beside
+    assert c.head_backward(SEVEN, large, trained=True).bytes == 3072 * 152064 * 4 + 4 * table + 9000 * beside
+    assert c.head_backward(SEVEN, large, trained=False).bytes == 3072 * 152064 * 4 + 9000 * beside
+    assert c.head_forward(SEVEN, small).bytes == 10 * 152064 * 4 + 2 * 3584 * 20
+
+
+def test_a_mixture_of_experts_is_as_wide_as_a_token_meets_it():
+    assert c.mlp_width(find_shape("Qwen3-30B-A3B")) == 8 * 768
+    assert c.mlp_width(find_shape("DeepSeek-V3")) == 18432  # its first layers are dense, and wider than 9 x 2048
+    assert c.mlp_width(SEVEN) == 18944
+
+
+@pytest.mark.parametrize(
+    ("kind", "rounded", "mib"), [("adamw", False, 16), ("sgd", True, 64), ("adamw_8bit", True, 160)]
+)
+def test_a_step_copies_one_piece(kind, rounded, mib):
+    assert c.step_transient(kind, rounded=rounded).bytes == mib * MIB
+
+
+def test_a_term_explains_itself():
+    assert c.master(1000).explained() == "4 B x P: the weights in float32  [P=1,000]"
+    assert c.context().bytes < GIB
+
+
+@pytest.mark.parametrize(
+    ("name", "rank", "tokens", "away", "measured"),
+    [
+        ("Qwen3-0.6B", 0, 16384, False, 12.5),
+        ("Qwen3-0.6B", 0, 65536, False, 19.6),
+        ("Qwen3-0.6B", 0, 65536, True, 16.1),
+        ("Qwen3-0.6B", 16, 65536, False, 11.5),
+        ("Qwen3-0.6B", 16, 65536, True, 7.9),
+        ("Qwen3-4B", 16, 65536, False, 42.0),
+        ("Qwen3-4B", 16, 65536, True, 31.1),
+    ],
+)
+def test_rows_that_others_published_follow_from_their_settings(name, rank, tokens, away, measured):
+    """prime-rl's BENCHMARKS.md of 2026-02, one GPU: sharded float32 weights, AdamW, bfloat16 computation, layers run
+    again, their inputs offloaded or not. It differs from Ullage in what stays: 16 bytes for a trained parameter, 4 for
+    a frozen one, and a root group whose embedding is gathered, has gradients, and is reduced in float32 (2 + 2 + 4)."""
+    shape, a = find_shape(name), Pass(tokens=tokens, positions=tokens, rank=rank)
+    if rank:
+        stays = 4 * shape.parameters + 16 * c.adapter_parameters(shape, rank) + 2 * shape.table
+    else:
+        stays = 16 * shape.parameters + 8 * shape.table
+    inputs = c.activations(shape, a, recomputed=shape.layers, matmuls=False, leaving=shape.layers if away else 0).bytes
+    total = stays + inputs + c.working_layer(shape, a, recomputed=True).bytes
+    assert total / GIB == pytest.approx(measured, rel=0.04)

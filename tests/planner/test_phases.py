@@ -1,0 +1,177 @@
+"""Phases by closed form against what one H200 measured: benchmarks/results/update_h200_*.json."""
+
+import json
+from pathlib import Path
+
+import pytest
+
+from ullage.config.load import load_mapping
+from ullage.planner import components as c
+from ullage.planner.components import GIB, Pass
+from ullage.planner.model_shape import find_shape
+from ullage.planner.phases import Layout, phases
+
+RESULTS = Path(__file__).parents[2] / "benchmarks" / "results"
+SHAPES = {size: find_shape(f"Qwen2.5-{size}") for size in ("0.5B", "1.5B", "3B", "7B", "14B", "32B")}
+SHAPES["8B"] = find_shape("Qwen3-8B")
+OPTIMIZER = "actor_rollout_ref.actor.optim.optimizer"
+FIT = {
+    "data.train_batch_size": 8,
+    "data.max_prompt_length": 512,
+    "data.max_response_length": 512,
+    "actor_rollout_ref.rollout.n": 8,
+    "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 2048,
+}
+FRUGAL = FIT | {
+    "memory.rounding": "stochastic",
+    "memory.optimizer_state": "streamed",
+    "memory.recompute": "full",
+    "memory.activation_offload": "async",
+    OPTIMIZER: "adamw_8bit",
+}
+LORA = FIT | {
+    "actor_rollout_ref.model.lora_rank": 16,
+    "memory.recompute": "full",
+    "actor_rollout_ref.rollout.max_num_seqs": 32,
+}
+FULLEST = 8177
+"""Tokens of the larger of two micro-batches of 15,396, as the rows of kept activations show."""
+
+
+def rows(name):
+    return json.loads((RESULTS / f"update_h200_{name}.json").read_text())[name]
+
+
+def layout(shape, settings):
+    return Layout(shape, load_mapping({"algorithm.name": "grpo"} | settings).config)
+
+
+def fitted(row):
+    return layout(SHAPES[row["case"].split()[0]], LORA if "LoRA" in row["case"] else FRUGAL)
+
+
+@pytest.mark.parametrize("row", rows("fit"), ids=lambda row: row["case"])
+def test_whole_steps_are_predicted_phase_by_phase(row):
+    made = fitted(row)
+    found = {phase.name: phase for phase in made.phases()}
+    for name in ("rollout", "logprob"):
+        assert found[name].allocated_bytes / GIB == pytest.approx(row["peak_gib"][name], rel=0.003), name
+    for name, measured in row["components_gib"].items():
+        assert found["update"].components.get(name, 0) / GIB == pytest.approx(measured, abs=0.006), name
+    held = made.host()
+    assert (held["optimizer"] + held["gradients"]) / GIB == pytest.approx(row["host_gib"], abs=0.006)
+
+
+def logits_that_stayed(shape, positions):
+    """In some rows a chunk of logits was alive while the head's gradient was handed over, which ended since."""
+    logits = 4 * min(positions, c.HEAD_CHUNK) * shape.vocabulary
+    return logits + 6 * shape.table - max(logits + 4 * shape.table, 6 * shape.table)
+
+
+@pytest.mark.parametrize("row", rows("fit"), ids=lambda row: row["case"])
+def test_the_update_of_whole_steps_is_predicted(row):
+    made = fitted(row)
+    update = next(phase for phase in made.phases() if phase.name == "update").allocated_bytes
+    if row["case"] in ("3B", "8B"):
+        update += logits_that_stayed(made.shape, made.update_pass.positions)
+    assert update / GIB == pytest.approx(row["peak_gib"]["update"], rel=0.002)
+
+
+def update_and_step(row):
+    pairs = (setting.split("=") for setting in row["settings"].split(", "))
+    named = {OPTIMIZER if key == "optimizer" else f"memory.{key}": value for key, value in pairs}
+    typed = {
+        key: json.loads(value.lower()) if value in ("True", "False", "0.5") else value for key, value in named.items()
+    }
+    shares = {key: float(value) if key.endswith("_share") else value for key, value in typed.items()}
+    made = layout(SHAPES[row["shape"]], {"actor_rollout_ref.rollout.n": 2} | shares)
+    fed, carry = row["tokens"] - row["sequences"], row["tokens"] - 16 * row["sequences"]
+    tokens = fed if row["micro_batch"] >= row["tokens"] else FULLEST
+    a = Pass(tokens=tokens, positions=tokens * carry // fed, compiled=made.config.memory.compile)
+    stays = sum(term.bytes for term in made.resident() if term.name != "kv_cache")
+    stays += c.buffers(backward=True, ranks=1).bytes
+    step = c.step_transient(made.actor.optim.optimizer, rounded=not made.has_master).bytes
+    return stays + sum(term.bytes for term in made.backward(made.actor, a)), stays + step
+
+
+@pytest.mark.parametrize(
+    "row", rows("speed") + rows("activations"), ids=lambda row: f"{row['shape']} {row['settings']}"
+)
+def test_updates_with_every_treatment_of_activations_are_predicted(row):
+    update, step = update_and_step(row)
+    assert update / GIB == pytest.approx(row["peak_gib"], rel=0.002)
+    assert step / GIB == pytest.approx(row["step_peak_gib"], abs=0.01)
+
+
+@pytest.mark.parametrize("row", rows("state"), ids=lambda row: row["lever"])
+def test_updates_with_state_in_every_place_are_predicted(row):
+    update, step = update_and_step(row)
+    update += 4 * c.HEAD_CHUNK * 152064  # two chunks of logits were alive at once, as above
+    assert update / GIB == pytest.approx(row["peak_gib"], rel=0.002)
+    assert step / GIB == pytest.approx(row["step_peak_gib"], abs=0.01)
+
+
+def peak(shape, settings):
+    return max(phase.total_bytes for phase in phases(shape, load_mapping({"algorithm.name": "grpo"} | settings).config))
+
+
+def test_roles_are_there_only_while_a_phase_uses_them_where_they_park():
+    shape = SHAPES["1.5B"]
+    settings = {"algorithm.name": "ppo", "actor_rollout_ref.actor.use_kl_loss": True}
+    here, parked = layout(shape, settings), layout(shape, settings | {"memory.offload_roles": True})
+    both = 2 * shape.parameters + 2 * shape.trunk_parameters
+    weights = {phase.name: phase.components["weights"] for phase in here.phases()}
+    assert set(weights) == {
+        "load", "rollout", "logprob", "reference", "values", "update_critic", "update", "optimizer_step", "save",
+    }  # fmt: skip
+    assert weights["update"] == 2 * shape.parameters + both
+    weights = {phase.name: phase.components["weights"] for phase in parked.phases()}
+    assert weights["update"] == weights["rollout"] == 2 * shape.parameters
+    assert weights["reference"] == 4 * shape.parameters
+    assert weights["values"] == weights["update_critic"] == 2 * shape.parameters + 2 * shape.trunk_parameters
+    assert parked.host()["roles"] == both
+    assert here.host()["roles"] == 0
+
+
+def test_adapters_need_no_copy_for_the_reference_and_the_critic_can_share_the_weights():
+    settings = {
+        "algorithm.name": "ppo",
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "actor_rollout_ref.model.lora_rank": 16,
+        "critic.model.lora_rank": 16,
+    }
+    made = layout(SHAPES["7B"], settings)
+    update = next(phase for phase in made.phases() if phase.name == "update")
+    assert update.components["weights"] == 2 * SHAPES["7B"].parameters + 2 * 2 * c.adapter_parameters(SHAPES["7B"], 16)
+
+
+def test_supervised_training_samples_nothing():
+    made = layout(SHAPES["0.5B"], {"algorithm.name": "sft"})
+    assert [phase.name for phase in made.phases()] == ["load", "update", "optimizer_step", "save"]
+
+
+def test_gradients_on_the_host_leave_no_room_to_lend():
+    shape = SHAPES["7B"]
+    lent, own = layout(shape, {}), layout(shape, {"memory.gradients": "host"})
+    assert lent.kv_cache().bytes == 0
+    assert own.kv_cache().bytes == 64 * (1024 // 16 + 1) * 16 * 57_344
+    assert own.host()["gradients"] == 2 * (shape.parameters + 4 * c.PIECE)
+    assert peak(shape, {"memory.gradients": "host"}) < peak(shape, {})
+
+
+def test_passes_are_as_full_as_groups_of_full_length_make_them():
+    made = layout(SHAPES["7B"], FIT)
+    assert (made.update_pass.tokens, made.update_pass.positions) == (512 + 3 * 511, 3 * 512)
+    made = layout(SHAPES["7B"], FIT | {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 9300})
+    assert made.update_pass.tokens == 2 * (512 + 8 * 511)
+    made = layout(SHAPES["7B"], FIT | {"data.train_batch_size": 1})
+    assert made.update_pass.tokens == 512 + 3 * 511
+
+
+def test_checkpoints_hold_weights_and_state():
+    made = layout(SHAPES["0.5B"], {})
+    assert made.disk()["checkpoint"] == (2 + 12) * 494_032_768
+    assert made.disk()["kept"] == 4 * (2 + 12) * 494_032_768
+    assert made.host()["checkpoint"] == 12 * 494_032_768  # on its way from the device to a file
+    streamed = layout(SHAPES["0.5B"], {"memory.optimizer_state": "streamed"}).host()
+    assert (streamed["optimizer"], streamed["checkpoint"]) == (12 * 494_032_768, 2 * 494_032_768)

@@ -1,0 +1,52 @@
+"""Ullage's own update, traced without a device, against what its tensors must weigh."""
+
+import torch
+
+from ullage.base.communicator import Solo
+from ullage.bench.update import Workload, prepared
+from ullage.run.trace_phases import record_phases, traced_target
+
+# Before Ampere: the plain kernels, which need no Triton.
+TARGET = traced_target((7, 5), 2**37)
+
+
+def test_values_asked_for_and_copies_to_the_host_are_answered():
+    found = {}
+
+    def step(phase):
+        phase("here")
+        x = torch.zeros(256, device=TARGET.device)
+        found["sum"] = float(x.sum())
+        found["host"] = x.cpu()
+        found["kept"] = torch.ones(256).copy_(x)
+        found["back"] = (torch.ones(256).to(TARGET.device) + x).shape
+
+    trace = record_phases(step)
+    assert found["sum"] == 1.0
+    assert (found["host"].device.type, found["kept"].sum().item(), found["back"]) == ("cpu", 256.0, (256,))
+    assert trace.components("here")["activations"] == 3 * 1024, "x, its copy and their sum; nothing of the host"
+
+
+def test_an_update_holds_weights_gradients_and_the_optimizer_it_was_built_with():
+    sizes = {}
+
+    def step(phase):
+        phase("load")
+        actor, passes, _ = prepared(Workload(shape="tiny", tokens=512, micro_batch=256, mean=64, cap=128), TARGET, {})
+        parameters = list(actor.model.module.parameters())
+        phase.own("weights", parameters)
+        phase("update")
+        passes()
+        phase.own("gradients", [p.grad for p in parameters if p.grad is not None])
+        phase("step")
+        actor.optimizer.step(1e-6, Solo())
+        sizes["weights"] = sum(p.numel() for p in parameters) * 2
+        sizes["optimizer"] = sum(actor.optimizer.nbytes().values())
+
+    trace = record_phases(step)
+    update, after = trace.components("update"), trace.components("step")
+    assert update["weights"] == after["weights"] == sizes["weights"]
+    assert after["gradients"] == sizes["weights"]
+    # Beside master weights and moments the step makes less than another copy of the weights.
+    assert sizes["optimizer"] == 7 * sizes["weights"], "gradients, master and two moments: 2 + 4 + 4 + 4 bytes"
+    assert 0 < after["activations"] - 6 * sizes["weights"] < sizes["weights"]
