@@ -1,41 +1,11 @@
-"""What a role needs that works outside a run: surroundings that leave no trace, and a schedule for any batch."""
+"""What a role outside a run can do, and a schedule for any batch."""
 
 from __future__ import annotations
-
-from contextlib import ExitStack
-from pathlib import Path
 
 from ullage.base.communicator import Solo
 from ullage.base.errors import ConfigError
 from ullage.config.tree import Config, Optim
-from ullage.engine.measure import MemoryProbe
-from ullage.model.target import find_target
-from ullage.run.surroundings import Surroundings, make_replays
-from ullage.telemetry.recorder import Recorder
-from ullage.telemetry.run_directory import RunDirectory
-from ullage.telemetry.writer import SilentWriter
 from ullage.trainer.schedule import Schedule
-from ullage.trainer.stop import Stop
-
-
-def surroundings_alone(tree: Config, closing: ExitStack) -> Surroundings:
-    """Those of one process whose folder is never made and whose writer never writes."""
-    directory = RunDirectory(Path(tree.trainer.default_local_dir), "no-run")
-    target, writer = find_target(tree.trainer.device, 0), SilentWriter(directory)
-    probe = MemoryProbe(target)
-    recorder = Recorder(writer, [], probe)
-    return Surroundings(
-        config=tree,
-        directory=directory,
-        target=target,
-        ranks=Solo(),
-        recorder=recorder,
-        writer=writer,
-        probe=probe,
-        replays=make_replays(tree, recorder),
-        stop=Stop(),
-        closing=closing,
-    )
 
 
 def require_alone(tree: Config, optim: Optim) -> None:

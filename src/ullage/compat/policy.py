@@ -17,7 +17,7 @@ from ullage.base.communicator import Solo
 from ullage.base.errors import ConfigError, DataError, UsageError
 from ullage.base.seeds import derive
 from ullage.batch.stages import Experience, TrainBatch
-from ullage.compat.alone import require_alone, schedule_for, surroundings_alone
+from ullage.compat.alone import require_alone, schedule_for
 from ullage.compat.experience import ExperienceBatch
 from ullage.compat.given import Given, Settings, read
 from ullage.config.check import is_rewarded
@@ -27,6 +27,7 @@ from ullage.engine.optimizer import learning_rate
 from ullage.rollout.sampling import Sampling
 from ullage.run.roles import make_actor, make_reference, open_model
 from ullage.run.supply import make_engine, make_generator, open_panel
+from ullage.run.surroundings import without_a_run
 from ullage.telemetry.tally import Tally
 from ullage.trainer.collect import to_rollouts, worth
 from ullage.trainer.generate import TRAINING
@@ -92,7 +93,7 @@ class ActorRolloutRef:
         self.config = Settings(tree)
         self._tree = tree
         with ExitStack() as closing:
-            given = surroundings_alone(tree, closing)
+            given = without_a_run(tree, closing)
             torch.manual_seed(tree.trainer.seed)
             self.algorithm: Algorithm = compose(tree)
             if "greedy_baseline" in self.algorithm.needs:

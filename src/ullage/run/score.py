@@ -5,13 +5,10 @@ from __future__ import annotations
 from contextlib import ExitStack
 from pathlib import Path
 
-from ullage.base.communicator import Solo
 from ullage.base.errors import ConfigError
 from ullage.config.check import is_rewarded
 from ullage.config.tree import Config
 from ullage.data.prompts import load_prompts
-from ullage.engine.measure import MemoryProbe
-from ullage.model.target import find_target
 from ullage.run.environment import with_tools
 from ullage.run.fit import fitting
 from ullage.run.roles import open_model
@@ -25,20 +22,16 @@ from ullage.run.supply import (
     open_scorers,
     report_overlong,
 )
-from ullage.run.surroundings import Surroundings, make_replays
-from ullage.telemetry.recorder import Recorder
-from ullage.telemetry.run_directory import RunDirectory
+from ullage.run.surroundings import without_a_run
 from ullage.telemetry.view import View
-from ullage.telemetry.writer import SilentWriter
 from ullage.trainer.evaluate import Evaluation
-from ullage.trainer.stop import Stop
 
 
 def evaluate_weights(config: Config, weights: str, view: View) -> Evaluation:
     """Mean@n, pass@k, best@k and maj@k of the weights on `data.val_files`; nothing is written."""
     require_evaluable(config)
     with ExitStack() as closing:
-        given = _surroundings(config, view, closing)
+        given = without_a_run(config, closing, [view])
         scorers = open_scorers(given)
         model = open_model(config, given.target, weights=Path(weights))
         data = with_tools(config, scorers.environment).data
@@ -59,25 +52,3 @@ def require_evaluable(config: Config) -> None:
             "no reward",
             "give --reward NAME (gsm8k, math, ...) or --reward FILE.py, or set reward.functions or reward_model.enable",
         )
-
-
-def _surroundings(config: Config, view: View, closing: ExitStack) -> Surroundings:
-    """Those of one process that leaves no trace: the folder is never made, the writer never writes."""
-    directory = RunDirectory(Path(config.trainer.default_local_dir), "evaluation")
-    writer = SilentWriter(directory)
-    target = find_target(config.trainer.device, 0)
-    probe = MemoryProbe(target)
-    recorder = Recorder(writer, [view], probe)
-    closing.callback(recorder.stop)
-    return Surroundings(
-        config=config,
-        directory=directory,
-        target=target,
-        ranks=Solo(),
-        recorder=recorder,
-        writer=writer,
-        probe=probe,
-        replays=make_replays(config, recorder),
-        stop=Stop(),
-        closing=closing,
-    )

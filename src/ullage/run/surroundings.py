@@ -2,17 +2,20 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from pathlib import Path
 
-from ullage.base.communicator import Communicator
+from ullage.base.communicator import Communicator, Solo
 from ullage.config.tree import Config
 from ullage.engine.measure import MemoryProbe
 from ullage.engine.replay import Replays
-from ullage.model.target import Target
+from ullage.model.target import Target, find_target
 from ullage.telemetry.recorder import Recorder
 from ullage.telemetry.run_directory import RunDirectory
-from ullage.telemetry.writer import MetricsWriter
+from ullage.telemetry.view import View
+from ullage.telemetry.writer import MetricsWriter, SilentWriter
 from ullage.trainer.stop import Stop
 
 
@@ -31,6 +34,27 @@ class Surroundings:
     stop: Stop
     closing: ExitStack
     """Closes what a run opens, when it ends."""
+
+
+def without_a_run(config: Config, closing: ExitStack, views: Sequence[View] = ()) -> Surroundings:
+    """Those of one process that leaves no trace: the folder is never made, the writer never writes."""
+    directory = RunDirectory(Path(config.trainer.default_local_dir), "no-run")
+    target, writer = find_target(config.trainer.device, 0), SilentWriter(directory)
+    probe = MemoryProbe(target)
+    recorder = Recorder(writer, list(views), probe)
+    closing.callback(recorder.stop)
+    return Surroundings(
+        config=config,
+        directory=directory,
+        target=target,
+        ranks=Solo(),
+        recorder=recorder,
+        writer=writer,
+        probe=probe,
+        replays=make_replays(config, recorder),
+        stop=Stop(),
+        closing=closing,
+    )
 
 
 def make_replays(config: Config, recorder: Recorder, *, factor: int = 2) -> Replays:
