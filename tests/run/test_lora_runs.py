@@ -1,60 +1,23 @@
 """Runs that train adapters: what they learn from, write, resume and export; PPO's three roles on one frozen base."""
 
 import json
-import random
 
 import pytest
 import torch
+from adapter_runs import contents, rows_of, trainer_of
 from safetensors import safe_open
 from safetensors.torch import load_file
 from transformers import AutoModelForCausalLM
 
 from ullage.cli.main import main
 
-REWARD = """\
-def score(prompt, response, target):
-    return sum(a == b for a, b in zip(response, target)) / len(target)
-"""
 IDS = torch.tensor([[1, *range(5, 30)]])
 BASE_TENSORS = 2 * 9 + 3  # two layers of seven linear layers and two norms; embedding, norm and head
 
 
 @pytest.fixture(scope="module")
 def train(tmp_path_factory, tiny_model):
-    """`train("name", key=value)`: a short run of adapters; double underscores are dots."""
-    folder = tmp_path_factory.mktemp("lora")
-    rng = random.Random(0)
-    for name, count in (("train", 16), ("val", 3)):
-        rows = ({"prompt": f"{n}=", "answer": str(n)} for n in rng.sample(range(100, 1000), count))
-        (folder / f"{name}.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
-    (folder / "reward.py").write_text(REWARD)
-    keys = {
-        "data.train_files": folder / "train.jsonl",
-        "data.val_files": folder / "val.jsonl",
-        "data.train_batch_size": 4,
-        "data.max_prompt_length": 8,
-        "data.max_response_length": 3,
-        "actor_rollout_ref.model.path": tiny_model,
-        "actor_rollout_ref.model.lora_rank": 4,
-        "actor_rollout_ref.actor.ppo_mini_batch_size": 2,
-        "actor_rollout_ref.actor.use_kl_loss": "true",
-        "actor_rollout_ref.actor.optim.lr": 1e-2,
-        "actor_rollout_ref.rollout.n": 4,
-        "reward": folder / "reward.py",
-        "reward.num_workers": 1,
-        "trainer.total_training_steps": 4,
-        "trainer.save_freq": 2,
-        "trainer.test_freq": 2,
-        "trainer.default_local_dir": folder / "runs",
-    }
-
-    def run(name, code=0, **changes):
-        given = keys | {"trainer.experiment_name": name}
-        given |= {key.replace("__", "."): value for key, value in changes.items()}
-        assert main(["train", *(f"{key}={value}" for key, value in given.items())]) == code
-        return folder / "runs" / name
-
-    return run
+    return trainer_of(tmp_path_factory.mktemp("lora"), tiny_model)
 
 
 @pytest.fixture(scope="module")
@@ -75,20 +38,12 @@ def ppo(train):
     return train("ppo", **PPO)
 
 
-def rows_of(run):
-    return [json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]
-
-
 def untimed(rows):
     """Rows without what a clock or an allocator says."""
     return [
         {key: value for key, value in row.items() if not key.startswith(("time/", "memory/")) and "second" not in key}
         for row in rows
     ]
-
-
-def contents(folder):
-    return {str(path.relative_to(folder)): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()}
 
 
 @torch.no_grad()
