@@ -7,7 +7,8 @@ from importlib.resources import files
 import pytest
 
 from ullage.base.errors import UsageError
-from ullage.planner.hardware import SIZE, find_gpu, gpus, instances, parse_machine
+from ullage.base.units import bytes_of
+from ullage.planner.hardware import find_gpu, gpus, instances, parse_machine
 
 GIB = 2**30
 DATA = files("ullage.planner") / "data"
@@ -57,7 +58,7 @@ def test_no_name_or_alias_means_two_gpus():
     named = [(name, row["name"]) for row in FILE["gpus"] for name in (row["name"], *row["aliases"])]
     assert [find_gpu(name).name for name, _ in named] == [owner for _, owner in named]
     assert len(ROWS) == len(FILE["gpus"]) == 47
-    assert not any(SIZE.fullmatch(name) for name, _ in named)
+    assert not any(bytes_of(name) for name, _ in named)
 
 
 def test_memory_bandwidth_is_bus_width_times_data_rate(row):

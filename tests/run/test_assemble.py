@@ -9,6 +9,7 @@ from make_tiny_model import make_tiny_model
 from ullage.base.communicator import Solo
 from ullage.base.errors import ConfigError, ModelError
 from ullage.batch.pack import Limits
+from ullage.config.settle import plainly
 from ullage.config.tree import Config
 from ullage.data.prompts import Prompt, PromptSet
 from ullage.engine.replay import Replays
@@ -28,7 +29,8 @@ def model(tiny_model):
 
 
 def make_config(*, actor=None, rollout=None, **data):
-    return Config.model_validate({"data": data, "actor_rollout_ref": {"actor": actor or {}, "rollout": rollout or {}}})
+    given = {"data": data, "actor_rollout_ref": {"actor": actor or {}, "rollout": rollout or {}}}
+    return plainly(Config.model_validate(given), "cpu")
 
 
 @pytest.mark.parametrize(
@@ -78,7 +80,8 @@ class FakeAlgorithm:
 def critic_of(actor_model, algorithm, **critic):
     """What a run with these critic settings would train beside the actor."""
     path = str(actor_model.module.name_or_path)
-    config = Config.model_validate({"actor_rollout_ref": {"model": {"path": path}}, "critic": critic})
+    given = {"actor_rollout_ref": {"model": {"path": path}}, "critic": critic}
+    config = plainly(Config.model_validate(given), "cpu")
     actor = Actor(actor_model, config.actor_rollout_ref.actor, Limits(max_tokens=99), Solo(), temperature=1.0, seed=1)
     recorder = SimpleNamespace(phase=nullcontext)
     given = SimpleNamespace(config=config, ranks=Solo(), recorder=recorder, replays=Replays(), target=CPU)

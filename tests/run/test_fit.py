@@ -7,6 +7,7 @@ import pytest
 import torch
 
 from ullage.base.errors import DoesNotFitError
+from ullage.config.settle import plainly
 from ullage.config.tree import Config
 from ullage.engine.replay import Replays
 from ullage.model.target import Target
@@ -31,7 +32,7 @@ SEGMENTS = [
 def given_for(tmp_path, target=CPU, config=None):
     events = []
     return SimpleNamespace(
-        config=config or Config(),
+        config=config or plainly(Config(), target.kind),
         target=target,
         recorder=SimpleNamespace(current_phase="update", current_step=7, event=events.append, events=events),
         probe=SimpleNamespace(highest={"weights": 3 << 30, "kv_cache": 0, "activations": 5 << 29}),
@@ -41,7 +42,7 @@ def given_for(tmp_path, target=CPU, config=None):
 
 
 def config_of(memory, **model):
-    return Config.model_validate({"memory": memory, "actor_rollout_ref": {"model": model}})
+    return plainly(Config.model_validate({"memory": memory, "actor_rollout_ref": {"model": model}}), "cuda")
 
 
 PULLED = {
@@ -54,11 +55,10 @@ PULLED = {
 
 
 @pytest.mark.parametrize(
-    ("config", "target", "phase", "expected"),
+    ("config", "phase", "expected"),
     [
         (
-            Config(),
-            GPU,
+            plainly(Config(), "cuda"),
             "update",
             [
                 "actor_rollout_ref.rollout.max_num_seqs=32",
@@ -72,7 +72,6 @@ PULLED = {
         ),
         (
             config_of({**PULLED, "replay": False}, lora_rank=8),
-            GPU,
             "logprob",
             [
                 "memory.replay=true",
@@ -83,7 +82,6 @@ PULLED = {
         ),
         (
             config_of({**PULLED, "replay": False, "recompute": 0.5}, lora_rank=8),
-            GPU,
             "rollout",  # which keeps no activations, and is not cut by the update's budget
             [
                 "memory.replay=true",
@@ -93,8 +91,8 @@ PULLED = {
         ),
     ],
 )
-def test_levers_that_are_not_pulled(config, target, phase, expected):
-    assert levers(config, target, phase) == expected
+def test_levers_that_are_not_pulled(config, phase, expected):
+    assert levers(config, phase) == expected
 
 
 def test_out_of_memory_says_what_held_it(tmp_path):

@@ -1,4 +1,15 @@
-"""Numbers as people read them."""
+"""Numbers as people read and write them."""
+
+import re
+
+UNITS = {"gib": 2**30, "g": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
+SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)})", re.IGNORECASE)
+
+
+def bytes_of(text: str) -> int | None:
+    """`64GiB` -> bytes; None: no number with a unit."""
+    size = SIZE.fullmatch(text.strip())
+    return int(float(size[1]) * UNITS[size[2].lower()]) if size else None
 
 
 def bytes_text(count: float) -> str:

@@ -19,6 +19,7 @@ from ullage.bench.clock import free, synchronize
 from ullage.bench.report import GIB
 from ullage.bench.shapes import random_model
 from ullage.config.load import load_mapping
+from ullage.config.settle import plainly
 from ullage.config.tree import Config
 from ullage.data.prompts import Prompt
 from ullage.engine.measure import MemoryProbe
@@ -224,7 +225,7 @@ def _config(case: Case) -> Config:
         "data.max_response_length": case.response_tokens,
         "actor_rollout_ref.rollout.n": case.samples,
     }
-    return load_mapping({**given, **case.settings}).config
+    return plainly(load_mapping({**given, **case.settings}).config, "cuda")
 
 
 def _model(case: Case, config: Config, target: Target) -> LanguageModel:

@@ -16,6 +16,7 @@ from ullage.bench.clock import Measured, free, measure
 from ullage.bench.report import GIB
 from ullage.bench.shapes import random_model, training_flops
 from ullage.config.load import load_mapping
+from ullage.config.settle import plainly
 from ullage.config.tree import Config
 from ullage.engine.offload import SynchronizedGroupOffloadHandler
 from ullage.model.target import Target
@@ -82,7 +83,7 @@ def bench_config(workload: Workload, settings: Mapping[str, Any]) -> Config:
         "data.max_response_length": workload.cap,
         "actor_rollout_ref.rollout.n": 1,
     }
-    return load_mapping({**given, **settings}).config
+    return plainly(load_mapping({**given, **settings}).config, "cuda")
 
 
 def lengths_of(workload: Workload) -> list[int]:

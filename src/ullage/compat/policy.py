@@ -94,6 +94,7 @@ class ActorRolloutRef:
         self._tree = tree
         with ExitStack() as closing:
             given = without_a_run(tree, closing)
+            tree = given.config
             torch.manual_seed(tree.trainer.seed)
             self.algorithm: Algorithm = compose(tree)
             if "greedy_baseline" in self.algorithm.needs:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from ullage.base.errors import ConfigError, DataError
 from ullage.compat.given import Given, Settings, read
+from ullage.config.settle import plainly, with_key
 from ullage.model.target import find_target
 from ullage.run.roles import make_reward_model
 
@@ -18,8 +19,8 @@ class RewardModel:
             raise ConfigError(
                 "reward_model.model.path: no reward model", "give a folder or a Hub id of a classifier with one label"
             )
-        wanted = tree.model_copy(update={"reward_model": tree.reward_model.model_copy(update={"enable": True})})
-        role = make_reward_model(wanted, find_target(tree.trainer.device, 0))
+        target = find_target(tree.trainer.device, 0)
+        role = make_reward_model(plainly(with_key(tree, "reward_model.enable", True), target.kind), target)
         assert role is not None, "asked for"
         self.role = role
 

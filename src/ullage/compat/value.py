@@ -13,6 +13,7 @@ from ullage.compat.alone import require_alone, schedule_for
 from ullage.compat.experience import ExperienceBatch
 from ullage.compat.given import Given, Settings, read
 from ullage.compat.policy import ActorRolloutRef, StepOptimizer, credited
+from ullage.config.settle import plainly
 from ullage.config.tree import Config
 from ullage.engine.optimizer import learning_rate
 from ullage.model.target import find_target
@@ -44,6 +45,7 @@ class Critic(RunningCritic):
 
     def __init__(self, config: Given, actor: ActorRolloutRef | None = None) -> None:
         tree = read(config).config
+        tree = plainly(tree, find_target(tree.trainer.device, 0).kind)
         require_alone(tree, tree.critic.optim)
         self.config = Settings(tree)
         self._tree = tree

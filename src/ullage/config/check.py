@@ -6,6 +6,7 @@ import re
 from collections.abc import Iterator
 
 from ullage.base import extensions
+from ullage.base.units import bytes_of
 from ullage.config import verl_keys
 from ullage.config.problems import Problem, raise_if_any
 from ullage.config.tree import Config
@@ -181,9 +182,12 @@ def _critic(config: Config) -> Iterator[Problem]:
 
 
 def _memory(config: Config) -> Iterator[Problem]:
-    share = config.memory.recompute
-    if not isinstance(share, str) and not 0 <= share <= 1:
-        yield Problem("memory.recompute", share, "a share of the layers must lie between 0 and 1")
+    memory = config.memory
+    for key, share in (("recompute", memory.recompute), ("activation_share", memory.activation_share)):
+        if not isinstance(share, str) and not 0 <= share <= 1:
+            yield Problem(f"memory.{key}", share, "a share of the layers must lie between 0 and 1")
+    if memory.budget != "auto" and bytes_of(memory.budget) is None:
+        yield Problem("memory.budget", memory.budget, "must be a size with its unit, such as 24GiB, or auto")
 
 
 def _curriculum(config: Config) -> Iterator[Problem]:

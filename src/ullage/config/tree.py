@@ -153,7 +153,7 @@ class Rollout(Section):
     temperature: PositiveFloat = 1.0
     top_p: float = Field(default=1.0, gt=0, le=1)
     top_k: int = -1
-    max_num_seqs: PositiveInt = 64
+    max_num_seqs: PositiveInt | Literal["auto"] = "auto"
     """Slots: sequences decoded at once."""
     kv_cache_tokens: PositiveInt | Literal["auto"] = "auto"
     """Size of the KV arena; auto: enough for every slot at full length."""
@@ -313,25 +313,31 @@ class Algorithm(Section):
 
 
 class Memory(Section):
-    """What a run may do to need less memory; none of it changes what is learned."""
+    """What a run may do to need less memory; none of it changes what is learned.
+
+    Keys on auto are set by the planner to the fastest combination that fits the budget.
+    """
+
+    budget: str = "auto"
+    """Device memory that the run may use, such as 24GiB; auto: all there is."""
 
     rounding: Literal["master", "stochastic"] = "master"
     """How half precision weights keep small updates: a float32 copy in the optimizer, or stochastic rounding."""
-    optimizer_state: Literal["device", "streamed", "host"] = "device"
+    optimizer_state: Literal["auto", "device", "streamed", "host"] = "auto"
     """Where optimizer state lives: beside the weights; on the host, brought to the device piece by piece for its step;
     or on the host and stepped by the CPU."""
-    gradients: Literal["weights", "float32", "host"] = "weights"
+    gradients: Literal["auto", "weights", "float32", "host"] = "auto"
     """How gradients of micro-batches add up: in the weights' dtype, in float32, or in host memory."""
-    offload_roles: bool = False
+    offload_roles: bool | Literal["auto"] = "auto"
     """Reference, critic and reward model wait in host memory while no phase uses them."""
     recompute: Literal["auto", "none", "full", "matmuls"] | float = "auto"
     """Layers that forget their activations and run again in the backward pass: none, full, matmuls (all but matrix
-    products), or a share of the layers between 0 and 1. auto: full on a GPU, none on a CPU."""
-    activation_offload: Literal["none", "sync", "async"] = "none"
+    products), or a share of the layers between 0 and 1."""
+    activation_offload: Literal["auto", "none", "sync", "async"] = "auto"
     """Saved activations wait in host memory for the backward pass; async copies beside the computation."""
     activation_groups: PositiveInt | None = None
     """Groups of layers that activations leave in; a layer is a group when null."""
-    activation_share: float = Field(default=1.0, ge=0, le=1)
+    activation_share: float | Literal["auto"] = "auto"
     """Share of the groups that leave."""
     compile: bool = False
     """Compile each decoder block with torch.compile: faster after a minute of compilation."""

@@ -6,6 +6,7 @@ A tracer can run CUDA's path on fake CPU tensors, because every choice of kernel
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Literal
 
 import psutil
 import torch
@@ -17,7 +18,7 @@ from ullage.base.errors import ConfigError
 class Target:
     """The device a phase is built for."""
 
-    kind: str
+    kind: Literal["cpu", "cuda"]
     """`cpu` or `cuda`."""
     index: int
     capability: tuple[int, int]

@@ -10,12 +10,13 @@ from itertools import product
 from typing import Any, Literal
 
 from ullage.base.errors import UsageError
+from ullage.config.settle import ACTOR_TOKENS, NUM_SLOTS, with_key
 from ullage.config.tree import Config
 from ullage.planner.components import weights
 from ullage.planner.hardware import GPU, Instance, Machine, gpus, instances
 from ullage.planner.model_shape import Shape, bundled_shapes
 from ullage.planner.phases import Layout
-from ullage.planner.plan import SLOTS, TOKENS, with_key, with_slack
+from ullage.planner.plan import with_slack
 
 Method = Literal["full", "LoRA", "QLoRA"]
 METHODS: tuple[Method, ...] = ("full", "LoRA", "QLoRA")
@@ -202,7 +203,7 @@ def _combinations(base: Config, method: Method, context: int) -> Iterator[tuple[
         ({}, {"memory.offload_roles": True}) if full and base.algorithm.name == "ppo" else ({},),
         ({"memory.recompute": "none"}, {"memory.recompute": "full"}),
         ({}, {"memory.activation_offload": "async"}),
-        ({}, {TOKENS: context}, {TOKENS: context, SLOTS: FEW_SLOTS}),
+        ({}, {ACTOR_TOKENS: context}, {ACTOR_TOKENS: context, NUM_SLOTS: FEW_SLOTS}),
     ]
     for chosen in product(*parts):
         config, pulled = base, {key: value for part in chosen for key, value in part.items()}
@@ -221,7 +222,7 @@ def _option(shape: Shape, config: Config, settings: dict[str, object], ranks: in
 def _work(shape: Shape, config: Config, layout: Layout) -> Work:
     prompt, response = config.data.max_prompt_length, config.data.max_response_length
     batch, n = config.data.train_batch_size, config.actor_rollout_ref.rollout.n
-    memory = config.memory
+    chosen = layout.chosen
     tokens = batch * (prompt + n * response)
     forward = 2 * shape.active_parameters + 2 * (prompt + response) * shape.query * shape.layers
     backward = 1 if layout.actor.rank else 2
@@ -230,20 +231,20 @@ def _work(shape: Shape, config: Config, layout: Layout) -> Work:
     trained = sum(role.parameters for role in roles)
     micro_batches = -(-tokens // max(1, layout.update_pass.tokens))
     host = layout.host()
-    moved = (12 * trained if memory.optimizer_state == "streamed" else 0) + host["roles"]
-    beside = host["activations"] + (2 * trained if memory.gradients == "host" else 0)
+    moved = (12 * trained if chosen.optimizer_state == "streamed" else 0) + host["roles"]
+    beside = host["activations"] + (2 * trained if chosen.gradients == "host" else 0)
     return Work(
         active=shape.active_parameters,
         parameters=trained,
         flops=len(roles) * passes * forward * tokens,
         prefill=forward * batch * prompt,
         samples=batch * n,
-        slots=config.actor_rollout_ref.rollout.max_num_seqs,
+        slots=chosen.slots,
         response=response,
         decode_flops=2 * shape.active_parameters,
         weight_bytes=weights(shape, width=layout.width, quantisation=layout.quantisation).bytes,
         cache_bytes=shape.kv_bytes_per_token * (prompt + response // 2),
-        state_bytes=0.0 if memory.optimizer_state == "streamed" else 2 * 14.0 * trained,
+        state_bytes=0.0 if chosen.optimizer_state == "streamed" else 2 * 14.0 * trained,
         moved_bytes=moved,
         beside_bytes=beside * micro_batches,
     )

@@ -11,10 +11,9 @@ from importlib.resources import files
 from typing import Any
 
 from ullage.base.errors import UsageError
+from ullage.base.units import bytes_of
 
 MIB = 2**20
-SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(gib|gb|mib|mb|g)", re.IGNORECASE)
-UNITS = {"gib": 2**30, "g": 2**30, "gb": 10**9, "mib": MIB, "mb": 10**6}
 MAKERS = ("nvidia", "geforce", "tesla", "amd", "instinct")
 """Words that drivers put before a name and people leave out."""
 LANE_GBS = {3: 0.985, 4: 1.969, 5: 3.938}
@@ -106,7 +105,7 @@ def find_gpu(text: str) -> GPU:
     name = _plain(text)
     if name in known:
         return known[name]
-    if SIZE.fullmatch(text.strip()):
+    if bytes_of(text) is not None:
         return _gpu_of_size(parse_size(text), text.strip())
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     names = ", ".join(dict.fromkeys(known[match].name for match in near))
@@ -129,10 +128,10 @@ def parse_machine(text: str, nodes: int = 1) -> Machine:
 
 def parse_size(text: str) -> int:
     """`64GiB` -> bytes."""
-    size = SIZE.fullmatch(text.strip())
+    size = bytes_of(text)
     if size is None:
         raise UsageError(f"{text!r} is no size", "give a number with its unit, such as 64GiB")
-    return int(float(size[1]) * UNITS[size[2].lower()])
+    return size
 
 
 def _split(text: str) -> tuple[str, int]:
@@ -144,7 +143,7 @@ def _split(text: str) -> tuple[str, int]:
     readings += [(after[1], int(after[2]))] if after else []
     readings += [(before[2], int(before[1]))] if before else []
     for name, count in readings:
-        if _plain(name) in _names() or SIZE.fullmatch(name):
+        if _plain(name) in _names() or bytes_of(name) is not None:
             return name, count
     return readings[-1]
 
@@ -164,7 +163,7 @@ def _plain(text: str) -> str:
 def _gpu_of_size(memory: int, text: str) -> GPU:
     """A budget of memory: all of it is usable, the rest is of the NVIDIA card whose memory is nearest."""
     like = min((gpu for gpu in gpus() if gpu.vendor == "NVIDIA"), key=lambda gpu: abs(gpu.memory_bytes - memory))
-    if memory < UNITS["gib"]:
+    if memory < 2**30:
         raise UsageError(f"{text}: too small for a GPU", "give at least 1GiB")
     told = f"{text}: the speed of {like.name} is assumed; name a GPU for its own"
     return replace(like, name=text, kind="size", memory_bytes=memory, total_bytes=memory, assumption=told)

@@ -7,13 +7,12 @@ from dataclasses import dataclass, replace
 
 from ullage.base.errors import ModelError
 from ullage.config.check import SUPERVISED
+from ullage.config.settle import PASS_TOKENS, choices_of, plainly
 from ullage.config.tree import Config, Optim
 from ullage.planner import components as c
 from ullage.planner.components import Pass, Term
 from ullage.planner.model_shape import Shape, find_shape
 
-AUTO_TOKENS = 8192
-"""Tokens of one pass where the config leaves it open (run/roles.py)."""
 ADAPTER_RANK = 16
 """Assumed of an adapter that is read from a folder."""
 CRITIC_METHODS = ("ppo", "gae")
@@ -81,9 +80,11 @@ class Layout:
     """A run's numbers, worked out from its config once; phases are built from them."""
 
     def __init__(self, shape: Shape, config: Config, *, ranks: int = 1) -> None:
+        config = plainly(config, "cuda")
         self.shape, self.config, self.ranks = shape, config, ranks
+        self.chosen = choices_of(config)
         self.assumptions = [shape.assumption] if shape.assumption else []
-        model, memory = config.actor_rollout_ref.model, config.memory
+        model = config.actor_rollout_ref.model
         self.width = WIDTHS[model.dtype]
         self.quantisation: c.Quantisation | None = model.quantization
         self.longest = config.data.max_prompt_length + config.data.max_response_length
@@ -101,7 +102,7 @@ class Layout:
         self.critic = self._find_critic()
         self.reference = not rank and (config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward)
         self.reward_model = self._other(config.reward_model.model.path) if config.reward_model.enable else None
-        self.parked = memory.offload_roles
+        self.parked = self.chosen.offload_roles
         self._assume()
 
     # --- passes ---
@@ -109,8 +110,7 @@ class Layout:
     @property
     def update_pass(self) -> Pass:
         """The fullest micro-batch that sequences of full length make under the token limit."""
-        limit = self.config.actor_rollout_ref.actor.ppo_max_token_len_per_gpu
-        return self._pass(max(AUTO_TOKENS, self.longest) if limit == "auto" else limit, self.actor.rank)
+        return self._pass(self.chosen.tokens, self.actor.rank)
 
     def _pass(self, limit: int, rank: int) -> Pass:
         """Whole groups as long as they fit (a prompt is fed once for its samples), then part of one more."""
@@ -138,25 +138,22 @@ class Layout:
 
     @property
     def slots(self) -> int:
-        rollout = self.config.actor_rollout_ref.rollout
-        return min(rollout.max_num_seqs, -(-self.config.data.train_batch_size * rollout.n // self.ranks))
+        samples = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
+        return min(self.chosen.slots, -(-samples // self.ranks))
 
     @property
     def recomputed(self) -> int:
         """Layers that run again in the backward pass."""
-        wanted = self.config.memory.recompute
-        if isinstance(wanted, str):
-            return 0 if wanted == "none" else self.shape.layers
-        return round(wanted * self.shape.layers)
+        return round(self.chosen.recomputed_share * self.shape.layers)
 
     @property
     def leaving(self) -> int:
         """Layers whose activations wait on the host (run/levers.py)."""
-        memory, layers = self.config.memory, self.shape.layers
-        if memory.activation_offload == "none":
+        chosen, layers = self.chosen, self.shape.layers
+        if chosen.activation_offload == "none":
             return 0
-        groups = memory.activation_groups or layers
-        return min(round(memory.activation_share * groups), groups - 1) * layers // groups
+        groups = self.config.memory.activation_groups or layers
+        return min(round(chosen.activation_share * groups), groups - 1) * layers // groups
 
     # --- what stays ---
 
@@ -176,25 +173,25 @@ class Layout:
         return terms
 
     def kv_cache(self) -> Term:
-        rollout, memory = self.config.actor_rollout_ref.rollout, self.config.memory
-        each = 4 if memory.gradients == "float32" else self.width
+        rollout, chosen = self.config.actor_rollout_ref.rollout, self.chosen
+        each = 4 if chosen.gradients == "float32" else self.width
         return c.kv_cache(
             self.shape,
             slots=self.slots,
             longest=self.longest,
             tokens=None if rollout.kv_cache_tokens == "auto" else rollout.kv_cache_tokens,
             width=self.width,
-            lent=0 if memory.gradients == "host" else each * self.actor.parameters,
+            lent=0 if chosen.gradients == "host" else each * self.actor.parameters,
         )
 
     def _owned(self, role: Trained) -> Iterator[Term]:
         """Adapters, gradients, state and master of a role; these never park."""
-        memory, count = self.config.memory, role.parameters
+        chosen, count = self.chosen, role.parameters
         if role.rank:
             yield c.adapters(count, role.rank, width=self.width)
-        if memory.gradients != "host":
-            yield replace(c.gradients(count, memory.gradients, width=self.width), inputs={"P": count})
-        if memory.optimizer_state == "device":
+        if chosen.gradients != "host":
+            yield replace(c.gradients(count, chosen.gradients, width=self.width), inputs={"P": count})
+        if chosen.optimizer_state == "device":
             yield c.moments(count, role.optim.optimizer)
             if self.has_master:
                 yield c.master(count)
@@ -204,17 +201,16 @@ class Layout:
 
     @property
     def has_master(self) -> bool:
-        memory = self.config.memory
-        return memory.optimizer_state == "host" or (self.width == 2 and memory.rounding == "master")
+        return self.chosen.optimizer_state == "host" or (self.width == 2 and self.config.memory.rounding == "master")
 
     def _staged_bytes(self, optim: Optim) -> float:
         """For an element, what comes from the host to be stepped on the device."""
-        memory = self.config.memory
-        if memory.optimizer_state == "host":
+        chosen = self.chosen
+        if chosen.optimizer_state == "host":
             return 0.0
         state = c.moment_bytes(optim.optimizer) + (4 if self.has_master else 0)
-        return (state if memory.optimizer_state == "streamed" else 0.0) + (
-            self.width if memory.gradients == "host" else 0
+        return (state if chosen.optimizer_state == "streamed" else 0.0) + (
+            self.width if chosen.gradients == "host" else 0
         )
 
     # --- phases ---
@@ -231,7 +227,7 @@ class Layout:
             phase("rollout", *self._rollout())
         if self.reward_model is not None:
             here = [self._reward_weights(self.reward_model)] if self.parked else []
-            tokens = max(AUTO_TOKENS, 2 * self.longest)
+            tokens = max(PASS_TOKENS, 2 * self.longest)
             phase("reward_model", *here, c.forward_layer(self.reward_model, Pass(tokens=tokens, positions=0)))
         if not self.supervised:
             phase("logprob", *self._forward(self.update_pass))
@@ -250,7 +246,7 @@ class Layout:
     def backward(self, role: Trained, a: Pass) -> list[Term]:
         """The worst moment of a forward and backward pass: at the head, in a layer, or at the embedding."""
         shape = role.shape
-        matmuls = self.config.memory.recompute == "matmuls"
+        matmuls = self.chosen.recompute == "matmuls"
         recomputed, leaving = min(self.recomputed, shape.layers), min(self.leaving, shape.layers - 1)
         kept = c.activations(shape, a, recomputed=recomputed, matmuls=matmuls, leaving=leaving)
         each = c.kept_by_recompute(shape, a, matmuls=matmuls) if recomputed else c.saved_by_layer(shape, a)
@@ -264,8 +260,8 @@ class Layout:
             waiting = c.waiting_table(shape, width=self.width)
             in_layer.append(replace(waiting, bytes=waiting.bytes // 2, formula="2 B x V h, the head's gradient waits"))
             moments.append([waiting])
-        if self.config.memory.gradients != "weights" and not role.rank:  # at the head it is part of the head's own
-            in_layer.append(c.gradients(0, self.config.memory.gradients, width=self.width, largest=role.largest))
+        if self.chosen.gradients != "weights" and not role.rank:  # at the head it is part of the head's own
+            in_layer.append(c.gradients(0, self.chosen.gradients, width=self.width, largest=role.largest))
         return max(moments, key=lambda terms: sum(term.bytes for term in terms))
 
     def _rollout(self) -> list[Term]:
@@ -336,24 +332,24 @@ class Layout:
 
     def host(self) -> dict[str, int]:
         """Bytes of host memory of one rank, by what holds them."""
-        memory = self.config.memory
+        chosen = self.chosen
         found = {"process": c.PROCESS, "optimizer": 0, "gradients": 0, "activations": 0, "roles": 0, "checkpoint": 0}
         for role in (self.actor, *([self.critic] if self.critic else [])):
             count, piece = role.parameters, min(c.PIECE, role.largest)
             state = self._state_bytes(role)
-            if memory.optimizer_state != "device":
+            if chosen.optimizer_state != "device":
                 found["optimizer"] += state
-            if memory.optimizer_state == "host":
+            if chosen.optimizer_state == "host":
                 found["optimizer"] += 2 * piece * 2 * self.width + 4 * piece
-            if memory.gradients == "host":
+            if chosen.gradients == "host":
                 found["gradients"] += self.width * (count + c.COURIER_STAGES * piece)
             # A file is written from host memory: what is on the device comes there, one file at a time.
-            copied = max(state if memory.optimizer_state == "device" else 0, self.width * count)
+            copied = max(state if chosen.optimizer_state == "device" else 0, self.width * count)
             found["checkpoint"] = max(found["checkpoint"], copied)
         if self.leaving:
             a = self.update_pass
             away = c.activations(
-                self.shape, a, recomputed=self.recomputed, matmuls=memory.recompute == "matmuls", leaving=0
+                self.shape, a, recomputed=self.recomputed, matmuls=chosen.recompute == "matmuls", leaving=0
             ).bytes
             found["activations"] = -(-away * self.leaving // self.shape.layers // c.SLAB) * c.SLAB
         if self.parked:

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
-from typing import Any, TypeVar
-
-from pydantic import BaseModel
+from typing import Any
 
 from ullage.base.units import bytes_text
+from ullage.config.settle import ACTOR_TOKENS, NUM_SLOTS, choices_of, plainly, with_key
 from ullage.config.tree import Config
 from ullage.planner import components as c
 from ullage.planner.hardware import Machine
@@ -19,14 +18,11 @@ SLACK = 0.03
 """Over what is allocated: with expandable segments 12 of 12 runs went through at 1.015 of their predicted least."""
 UNKNOWN_SLOWDOWN = 0.5
 """Where a lever's cost has not been measured it is ranked as if it were this."""
-Part = TypeVar("Part", bound=BaseModel)
 
 SPEED, STATE, ACTIVATIONS = (
     f"benchmarks/results/update_h200_{name}.json" for name in ("speed", "state", "activations")
 )
 OPTIMIZER = "actor_rollout_ref.actor.optim.optimizer"
-TOKENS = "actor_rollout_ref.actor.ppo_max_token_len_per_gpu"
-SLOTS = "actor_rollout_ref.rollout.max_num_seqs"
 
 
 @dataclass(frozen=True, slots=True)
@@ -187,27 +183,21 @@ def _levers(made: Plan, shape: Shape, config: Config, machine: Machine | None) -
 
 
 def _choices(config: Config) -> Iterator[tuple[str, object]]:
-    memory, arr = config.memory, config.actor_rollout_ref
+    memory, chosen = config.memory, choices_of(plainly(config, "cuda"))
     longest = config.data.max_prompt_length + config.data.max_response_length
-    recomputes = memory.recompute in ("auto", "full")
+    adamw = config.actor_rollout_ref.actor.optim.optimizer == "adamw"
     choices: dict[tuple[str, object], bool] = {
         ("memory.compile", True): not memory.compile,
-        ("memory.recompute", 0.5): memory.recompute == "none",
-        ("memory.recompute", "full"): not recomputes,
-        ("memory.activation_offload", "async"): memory.activation_offload == "none",
-        ("memory.rounding", "stochastic"): memory.rounding == "master" and memory.optimizer_state != "host",
-        (OPTIMIZER, "adamw_8bit"): arr.actor.optim.optimizer == "adamw" and memory.optimizer_state != "host",
-        ("memory.optimizer_state", "streamed"): memory.optimizer_state == "device",
-        ("memory.gradients", "weights"): memory.gradients == "float32",
-        ("memory.gradients", "host"): memory.gradients != "host",
-        ("memory.offload_roles", True): not memory.offload_roles,
-        (TOKENS, longest): arr.actor.ppo_max_token_len_per_gpu != longest,
-        (SLOTS, max(1, arr.rollout.max_num_seqs // 2)): arr.rollout.max_num_seqs > 1,
+        ("memory.recompute", 0.5): chosen.recompute == "none",
+        ("memory.recompute", "full"): chosen.recompute != "full",
+        ("memory.activation_offload", "async"): chosen.activation_offload == "none",
+        ("memory.rounding", "stochastic"): memory.rounding == "master" and chosen.optimizer_state != "host",
+        (OPTIMIZER, "adamw_8bit"): adamw and chosen.optimizer_state != "host",
+        ("memory.optimizer_state", "streamed"): chosen.optimizer_state == "device",
+        ("memory.gradients", "weights"): chosen.gradients == "float32",
+        ("memory.gradients", "host"): chosen.gradients != "host",
+        ("memory.offload_roles", True): not chosen.offload_roles,
+        (ACTOR_TOKENS, longest): chosen.tokens != longest,
+        (NUM_SLOTS, max(1, chosen.slots // 2)): chosen.slots > 1,
     }
     return (choice for choice, open_ in choices.items() if open_)
-
-
-def with_key(section: Part, key: str, value: object) -> Part:
-    """The same config with one key changed."""
-    first, _, rest = key.partition(".")
-    return section.model_copy(update={first: with_key(getattr(section, first), rest, value) if rest else value})

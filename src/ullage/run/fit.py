@@ -10,10 +10,10 @@ import torch
 
 from ullage.base.errors import DoesNotFitError
 from ullage.base.units import bytes_text
+from ullage.config.settle import choices_of
 from ullage.config.tree import Config
 from ullage.engine.replay import is_out_of_memory
 from ullage.model.target import Target
-from ullage.run.levers import recomputed_share
 from ullage.run.surroundings import Surroundings
 from ullage.telemetry.run_directory import write_atomically
 from ullage.telemetry.writer import json_text
@@ -39,31 +39,30 @@ def does_not_fit(given: Surroundings, error: BaseException) -> DoesNotFitError:
     held = {**given.probe.highest, "capacity": capacity(given.target)}
     rows = [f"  {name:<12}{bytes_text(count):>12}" for name, count in held.items() if count]
     message = str(error).split(" If reserved but")[0].strip().splitlines() or [type(error).__name__]
-    remedy = f"set one or more of: {', '.join(levers(given.config, given.target, phase))}"
+    remedy = f"set one or more of: {', '.join(levers(given.config, phase))}"
     if given.directory.metrics.exists():  # else nothing is left of the run
         remedy += f"; continue with: ullage resume {given.directory.path} KEY=VALUE"
     return DoesNotFitError("\n".join([f"{phase} does not fit: {message[0]}", "the most that was held:", *rows]), remedy)
 
 
-def levers(config: Config, target: Target, phase: str) -> list[str]:
+def levers(config: Config, phase: str) -> list[str]:
     """Keys that leave more memory for a phase and are not pulled yet, the cheapest first."""
-    memory, arr = config.memory, config.actor_rollout_ref
+    memory, chosen = config.memory, choices_of(config)
     longest = config.data.max_prompt_length + config.data.max_response_length
-    tokens, slots = arr.actor.ppo_max_token_len_per_gpu, arr.rollout.max_num_seqs
     trains, samples = phase in UPDATES, phase in ("rollout", "eval")
     found = {
         "memory.replay=true": not memory.replay,
         # Where replay is on, passes have already become as small as they can.
         f"actor_rollout_ref.actor.ppo_max_token_len_per_gpu={longest}": not (memory.replay or samples)
-        and (tokens == "auto" or tokens > longest),
-        f"actor_rollout_ref.rollout.max_num_seqs={slots // 2}": slots > 1,
-        "memory.recompute=full": trains and recomputed_share(config, target) < 1,
-        "memory.offload_roles=true": not memory.offload_roles,
-        "memory.optimizer_state=streamed": memory.optimizer_state == "device",
-        "memory.gradients=host": memory.gradients != "host",
-        "memory.activation_offload=async": trains and memory.activation_offload == "none",
+        and chosen.tokens > longest,
+        f"actor_rollout_ref.rollout.max_num_seqs={chosen.slots // 2}": chosen.slots > 1,
+        "memory.recompute=full": trains and chosen.recomputed_share < 1,
+        "memory.offload_roles=true": not chosen.offload_roles,
+        "memory.optimizer_state=streamed": chosen.optimizer_state == "device",
+        "memory.gradients=host": chosen.gradients != "host",
+        "memory.activation_offload=async": trains and chosen.activation_offload == "none",
         "data.max_response_length (shorter)": True,
-        "actor_rollout_ref.model.lora_rank=16 (in a new run)": arr.model.lora_rank == 0,
+        "actor_rollout_ref.model.lora_rank=16 (in a new run)": config.actor_rollout_ref.model.lora_rank == 0,
     }
     return [lever for lever, helps in found.items() if helps]
 

@@ -7,6 +7,7 @@ from contextlib import contextmanager
 
 from torch import Tensor
 
+from ullage.config.settle import choices_of
 from ullage.config.tree import Config
 from ullage.engine.compiled import compile_layers
 from ullage.engine.liger import use_liger
@@ -20,27 +21,27 @@ from ullage.workers.passes import Phase
 
 
 def optimizer_levers(config: Config) -> Levers:
-    memory = config.memory
-    return Levers(rounding=memory.rounding, state=memory.optimizer_state, gradients=memory.gradients)
+    chosen = choices_of(config)
+    return Levers(rounding=config.memory.rounding, state=chosen.optimizer_state, gradients=chosen.gradients)
 
 
 def prepare_layers(trunk: Trunk, config: Config) -> SynchronizedGroupOffloadHandler | None:
     """Make a trained model's layers compile, recompute and offload as the config says; returns what offloads."""
-    memory, layers = config.memory, trunk.layers
+    memory, chosen, layers = config.memory, choices_of(config), trunk.layers
     if memory.liger:
         use_liger(trunk.module, trunk.target)
     if memory.compile:
         compile_layers(layers)
-    share = recomputed_share(config, trunk.target)
+    share = chosen.recomputed_share
     if share:
-        recompute_layers(layers, share=share, keep="matmuls" if memory.recompute == "matmuls" else "nothing")
-    if memory.activation_offload == "none":
+        recompute_layers(layers, share=share, keep="matmuls" if chosen.recompute == "matmuls" else "nothing")
+    if chosen.activation_offload == "none":
         return None
     groups = memory.activation_groups or len(layers)
     # The last group is needed again at once: its way out and back would only be waited for.
-    leaving = min(round(memory.activation_share * groups), groups - 1)
+    leaving = min(round(chosen.activation_share * groups), groups - 1)
     device = trunk.target.device
-    handler = make_handler(memory.activation_offload, groups=groups, offloaded=leaving, device=device)
+    handler = make_handler(chosen.activation_offload, groups=groups, offloaded=leaving, device=device)
     offload_activations(layers, handler)
     return handler
 
@@ -49,7 +50,7 @@ def resident_phase(
     phase: Phase, parameters: Iterable[Tensor], config: Config, target: Target, *, trained: bool
 ) -> Phase:
     """Phases of a role; where roles are offloaded, its weights are on the device only inside them."""
-    if not config.memory.offload_roles:
+    if not choices_of(config).offload_roles:
         return phase
     parked = Parked(parameters, target.device, trained=trained)
 
@@ -59,13 +60,3 @@ def resident_phase(
             yield
 
     return here
-
-
-def recomputed_share(config: Config, target: Target) -> float:
-    """How many of the layers run again in the backward pass."""
-    wanted = config.memory.recompute
-    if wanted == "auto":
-        return 1.0 if target.kind == "cuda" else 0.0
-    if isinstance(wanted, str):
-        return 0.0 if wanted == "none" else 1.0
-    return wanted

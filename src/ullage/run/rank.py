@@ -17,6 +17,7 @@ from ullage.base.allocator import expand_segments
 from ullage.base.communicator import Solo
 from ullage.base.errors import InterruptedRunError, PeerLostError, PreemptedError, UllageError
 from ullage.config.load import load_config
+from ullage.config.settle import plainly
 from ullage.config.tree import Config
 from ullage.telemetry.recorder import Recorder
 from ullage.telemetry.run_directory import RunDirectory
@@ -71,6 +72,7 @@ def surroundings(
 
     config = load_config(directory.resolved).config
     target = find_target(config.trainer.device, rank)
+    config = plainly(config, target.kind)
     if target.kind == "cuda":
         torch.cuda.set_device(target.device)
     # Not by the environment: a run with one rank inside another program's job must not wait for that job's ranks.

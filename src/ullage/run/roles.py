@@ -12,6 +12,7 @@ from ullage.base.communicator import Communicator
 from ullage.base.errors import ConfigError, ModelError
 from ullage.base.seeds import derive
 from ullage.batch.pack import Limits
+from ullage.config.settle import PASS_TOKENS, choices_of
 from ullage.config.tree import Config
 from ullage.engine.measure import MemoryProbe
 from ullage.engine.parking import Parked
@@ -32,9 +33,6 @@ from ullage.workers.critic import Critic
 from ullage.workers.passes import Phase
 from ullage.workers.reference import Reference
 from ullage.workers.reward_model import RewardModel, load_reward_model
-
-AUTO_TOKENS = 8192
-"""Tokens of one pass where the config leaves it to us and sequences are shorter."""
 
 
 def open_model(config: Config, target: Target, *, weights: Path | None = None) -> LanguageModel:
@@ -80,12 +78,7 @@ def fresh_adapter(config: Config, trunk: Trunk, role: str, rank: int) -> Adapter
 
 def make_limits(config: Config) -> Limits:
     actor = config.actor_rollout_ref.actor
-    longest = config.data.max_prompt_length + config.data.max_response_length
-    tokens = actor.ppo_max_token_len_per_gpu
-    return Limits(
-        max_tokens=max(AUTO_TOKENS, longest) if tokens == "auto" else tokens,
-        max_sequences=actor.ppo_micro_batch_size_per_gpu,
-    )
+    return Limits(max_tokens=choices_of(config).tokens, max_sequences=actor.ppo_micro_batch_size_per_gpu)
 
 
 def make_actor(
@@ -194,12 +187,12 @@ def make_reward_model(config: Config, target: Target, replays: Replays | None = 
             target,
             tokenizer_path=wanted.tokenizer_path,
             dtype=config.actor_rollout_ref.model.dtype,
-            max_tokens=max(AUTO_TOKENS, longest),
+            max_tokens=max(PASS_TOKENS, longest),
             replays=replays,
         )
     except ModelError as error:
         raise ModelError(f"the reward model: {error.cause}", "check reward_model.model.path") from error
-    if config.memory.offload_roles:
+    if choices_of(config).offload_roles:
         model.resident = Parked(model.module.parameters(), target.device, trained=False).here
     return model
 

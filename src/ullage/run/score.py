@@ -32,6 +32,7 @@ def evaluate_weights(config: Config, weights: str, view: View) -> Evaluation:
     require_evaluable(config)
     with ExitStack() as closing:
         given = without_a_run(config, closing, [view])
+        config = given.config
         scorers = open_scorers(given)
         model = open_model(config, given.target, weights=Path(weights))
         data = with_tools(config, scorers.environment).data

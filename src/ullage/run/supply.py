@@ -9,6 +9,7 @@ from torch import Tensor
 
 from ullage.algorithms import Algorithm
 from ullage.config.check import is_rewarded
+from ullage.config.settle import choices_of
 from ullage.config.tree import Config
 from ullage.data.completions import Demonstration, demonstrations_of
 from ullage.data.prompts import PromptSet, load_prompts
@@ -186,7 +187,7 @@ def make_engine(
     rollout = config.actor_rollout_ref.rollout
     return Engine(
         model,
-        slots=min(rollout.max_num_seqs, samples),
+        slots=min(choices_of(config).slots, samples),
         max_length=prompt_tokens + config.data.max_response_length,
         cache_tokens=None if rollout.kv_cache_tokens == "auto" else rollout.kv_cache_tokens,
         lent=lent,

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from ullage.base.communicator import Communicator, Solo
+from ullage.config.settle import plainly
 from ullage.config.tree import Config
 from ullage.engine.measure import MemoryProbe
 from ullage.engine.replay import Replays
@@ -40,6 +41,7 @@ def without_a_run(config: Config, closing: ExitStack, views: Sequence[View] = ()
     """Those of one process that leaves no trace: the folder is never made, the writer never writes."""
     directory = RunDirectory(Path(config.trainer.default_local_dir), "no-run")
     target, writer = find_target(config.trainer.device, 0), SilentWriter(directory)
+    config = plainly(config, target.kind)
     probe = MemoryProbe(target)
     recorder = Recorder(writer, list(views), probe)
     closing.callback(recorder.stop)
