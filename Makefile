@@ -17,7 +17,7 @@ TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format slow algorithms gpu gsm8k clean
+.PHONY: help demo test lint format documents slow algorithms gpu gsm8k clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -38,6 +38,9 @@ lint: $(VENV)/.development-installed ## Check style, types, import rules and spe
 format: $(VENV)/.development-installed ## Format the code and apply safe fixes
 	$(BIN)/ruff check --fix .
 	$(BIN)/ruff format .
+
+documents: $(VENV)/.development-installed ## Write the planner's documents and the headers of templates anew
+	$(BIN)/python -m ullage.planner.documents --write
 
 slow: $(VENV)/.development-installed ## Run the tests that take minutes
 	$(TEST) -m slow --timeout 3600

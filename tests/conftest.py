@@ -1,6 +1,7 @@
 """Settings every test runs under, and tiny models made once per worker."""
 
 import os
+import tempfile
 from pathlib import Path
 
 # Before the first import of torch: with several test workers, one thread each is several times faster than many.
@@ -8,6 +9,9 @@ os.environ["OMP_NUM_THREADS"] = "1"
 os.environ["HF_HUB_OFFLINE"] = "1"
 os.environ["TOKENIZERS_PARALLELISM"] = "false"
 os.environ["NO_COLOR"] = "1"
+# What runs remember about a machine is neither read from nor left to whoever runs the tests.
+CACHE = tempfile.TemporaryDirectory(prefix="ullage-tests-", ignore_cleanup_errors=True)
+os.environ["XDG_CACHE_HOME"] = CACHE.name
 
 SOURCE = Path(__file__).parent.parent / "src"
 # Child processes find the package of this tree, installed or not.

@@ -8,9 +8,10 @@ import torch
 from ullage.bench.batches import PROMPT
 from ullage.bench.clock import Measured
 from ullage.bench.peers import Arena, Contender, Trial, padded_batches, peers, twin
-from ullage.bench.shapes import random_module
+from ullage.bench.shapes import shape_config
 from ullage.bench.update import Workload
 from ullage.model import attention
+from ullage.model.random_weights import random_module
 from ullage.model.target import Target
 
 CPU = Target("cpu", 0, (0, 0), 8 << 30)
@@ -45,7 +46,7 @@ def test_padding_by_hand(arena):
 
 
 def test_a_twin_has_the_same_weights_and_layers_of_its_own():
-    module = random_module("tiny", CPU, implementation="sdpa")
+    module = random_module(shape_config("tiny"), torch.float32, CPU.device, implementation="sdpa")
     other = twin(module, attention.NAME)
     assert [id(p) for p in other.parameters()] == [id(p) for p in module.parameters()]
     assert other.get_submodule("model.layers.0") is not module.get_submodule("model.layers.0")

@@ -6,9 +6,10 @@ import pytest
 import torch
 
 from ullage.bench.batches import PROMPT, log_normal_lengths
-from ullage.bench.shapes import multiplied_parameters, random_module, training_flops
+from ullage.bench.shapes import multiplied_parameters, shape_config, training_flops
 from ullage.bench.update import ACTIVATIONS, LEVERS, STATE, Workload, bench_config, compared
 from ullage.cli.main import main
+from ullage.model.random_weights import random_module
 from ullage.model.target import Target
 
 CPU = Target("cpu", 0, (0, 0), 8 << 30)
@@ -24,7 +25,7 @@ def test_lengths_fill_the_tokens_and_have_the_mean():
 
 def test_flops_by_hand():
     # tiny: hidden 64, mlp 128, 2 layers, 4 heads of 16, 2 kv heads, vocabulary 512, tied.
-    module = random_module("tiny", CPU)
+    module = random_module(shape_config("tiny"), torch.float32, CPU.device)
     attention = 64 * 64 + 64 + 2 * (64 * 32 + 32) + 64 * 64
     layer = attention + 3 * 64 * 128 + 2 * 64
     assert multiplied_parameters(module) == (2 * layer + 64, 512 * 64)

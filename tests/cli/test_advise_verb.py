@@ -19,7 +19,7 @@ def test_what_a_machine_can_train(capsys):
     assert told.startswith("2x RTX 4090: 23.6 GiB usable on each GPU; 64 prompts x 8 samples a step, 512 + 1536 tokens")
     rows = [line.split()[:2] for line in told.splitlines()[3:9]]
     assert rows == [[method, name] for method in ("full", "LoRA", "QLoRA") for name in ("GRPO", "PPO")]
-    assert "- utilisation = 28, 38 and 50 %" in told
+    assert "- a pass = FLOPs / (0.77 TFLOP/s) + bytes" in told
     assert "--ram" in told
 
 
@@ -31,11 +31,14 @@ def test_what_a_model_needs(capsys):
     assert "cost of 1,000 steps = 1000 x seconds x USD an hour / 3600" in told
 
 
-def test_json_of_both_questions(capsys):
+def test_json_of_what_a_machine_can_train(capsys):
     assert main(["advise", "--gpu", "24GiB", "--ram", "64GiB", "--json"]) == 0
     have = json.loads(capsys.readouterr().out)
     assert [each["capacity_bytes"] for each in have["advice"]] == [24 * 2**30] * 6
     assert all(each["host_bytes"] <= 64 * 2**30 and each["step_seconds"] > 0 for each in have["advice"])
+
+
+def test_json_of_what_a_model_needs(capsys):
     assert main(["advise", "8B", "--json"]) == 0
     need = json.loads(capsys.readouterr().out)
     full = need["advice"][0]

@@ -1,6 +1,7 @@
 """Memory that runs out, wherever it does: the run goes on with the same samples and weights, or says what would fit."""
 
 import json
+import re
 
 import pytest
 from runs import assert_same_run, metrics_of, outcome_of, samples_of
@@ -118,10 +119,15 @@ def test_nothing_left_to_halve(ullage, task, tmp_path, undisturbed):
     assert outcome.code == 79
     cause, rest = outcome.stderr.split("ullage: error: ")[1].split("\n", 1)
     assert cause == "update does not fit: injected by a test"
-    rows = dict(line.split(maxsplit=1) for line in rest.splitlines()[1:-1])
-    assert rows.keys() - {"kv_cache"} == {"context", "weights", "gradients", "optimizer", "activations", "capacity"}
+    assert rest.splitlines()[0].split() == ["the", "most", "that", "was", "held", "planned"]
+    table = [re.split(r"\s\s+", line.strip()) for line in rest.splitlines()[1:-1]]
+    assert [name for name, held, _ in table if held != "-"] == [
+        "context", "weights", "gradients", "optimizer", "activations", "capacity"
+    ]  # fmt: skip
+    rows = {name: held for name, held, _ in table}
     sizes = [tensor.nbytes for tensor in load_file(run / "checkpoints/step_1/model/model.safetensors").values()]
     assert rows["gradients"] == f"{2 * sum(sizes) / 2**20:.1f} MiB"  # of actor and critic, which has a small head more
+    assert [planned for name, _, planned in table if name == "gradients"] == [rows["gradients"]]
     assert rest.splitlines()[-1] == (
         "  fix: set one or more of: actor_rollout_ref.rollout.max_num_seqs=32, memory.recompute=full, "
         "memory.offload_roles=true, memory.optimizer_state=streamed, memory.gradients=host, "

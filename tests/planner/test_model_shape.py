@@ -153,11 +153,58 @@ def test_what_is_not_known_is_told_in_one_line(given, words):
             "no moe_intermediate_size",
         ),
         ({key: value for key, value in MIXTRAL.items() if key != "num_experts_per_tok"}, "no num_experts_per_tok"),
+        ({key: value for key, value in QWEN3_MOE.items() if key != "num_experts"}, "(?m)has no num_experts$"),
+        (QWEN2 | {"model_type": "qwen2_moe"}, "no num_experts and no num_experts_per_tok and no moe_intermediate_size"),
+        (MIXTRAL | {"num_local_experts": "8"}, "'8' as num_local_experts"),
         ({key: value for key, value in QWEN2.items() if key != "vocab_size"}, "has no vocab_size"),
         (QWEN2 | {"num_hidden_layers": "28"}, "has no num_hidden_layers"),
         (QWEN2 | {"model_type": "gpt2"}, "model type gpt2"),
     ],
 )
 def test_a_config_with_missing_fields_names_the_field(config, words):
-    with pytest.raises(ModelError, match=words):
+    with pytest.raises(ModelError, match=words) as failure:
         Shape.from_config(config, "mine")
+    assert failure.value.remedy
+    assert "\n" not in failure.value.cause
+
+
+def test_dense_layers_among_layers_with_experts_are_counted():
+    """Qwen2-MoE's own rule: experts in every `decoder_sparse_step`th layer that is not listed."""
+    every_other = Shape.from_config(QWEN3_MOE | {"decoder_sparse_step": 2, "mlp_only_layers": [1]}, "mine")
+    assert every_other.dense_layers == 24 + 1
+    assert Shape.from_config(QWEN3_MOE | {"decoder_sparse_step": 1, "mlp_only_layers": []}, "mine").dense_layers == 0
+
+
+@pytest.mark.parametrize(
+    ("name", "embedded", "billions", "digits"),
+    [
+        ("Mixtral-8x7B", True, 12.9, 0.05),  # mistral.ai/news/mixtral-of-experts: 46.7B in total, 12.9B a token
+        ("Qwen3-30B-A3B", True, 3.3, 0.06),  # the model's page: 30.5B in total, 3.3B activated
+        ("DeepSeek-V2-Lite", False, 2.4, 0.06),  # arXiv:2405.04434: 15.7B in total, 2.4B activated
+        ("DeepSeek-V3", True, 37, 0.6),  # arXiv:2412.19437: 671B in total, 37B activated
+    ],
+)
+def test_active_parameters_are_the_published_ones(name, embedded, billions, digits):
+    """Some count the embedding, which nothing is multiplied with."""
+    shape = find_shape(name)
+    assert (shape.active_parameters + embedded * shape.table) / 1e9 == pytest.approx(billions, abs=digits)
+
+
+def test_layers_of_mixtures_by_hand():
+    mixtral, qwen = find_shape("Mixtral-8x7B"), find_shape("Qwen3-30B-A3B")
+    attention = 2 * 4096 * 4096 + 2 * 4096 * 1024
+    assert mixtral.layer_parameters == attention + 8 * 3 * 4096 * 14336 + 8 * 4096 + 2 * 4096 == 1_451_270_144
+    assert mixtral.fused_experts == 8 * 2 * 14336 * 4096
+    assert qwen.fused_experts == 128 * 2 * 768 * 2048 == 402_653_184
+    assert qwen.kv_bytes_per_token == 48 * 2 * 4 * 128 * 2
+    lite = find_shape("DeepSeek-V2-Lite")  # no compressed queries; one dense layer; 2 shared experts
+    latent = 2048 * 16 * 192 + 2048 * (512 + 64) + 512 * 16 * 256 + 16 * 128 * 2048 + 512
+    assert lite.dense_parameters == latent + 3 * 2048 * 10944 + 2 * 2048
+    assert lite.layer_parameters == latent + 66 * 3 * 2048 * 1408 + 64 * 2048 + 2 * 2048
+    assert lite.compressed_kv_bytes_per_token == 27 * 576 * 2
+
+
+def test_a_window_changes_nothing_in_what_ullage_caches():
+    plain, windowed = find_shape("Mistral-7B-v0.3"), find_shape("Mistral-7B-v0.1")
+    assert (plain.sliding_window, windowed.sliding_window) == (0, 4096)
+    assert plain.kv_bytes_per_token == windowed.kv_bytes_per_token == 32 * 2 * 8 * 128 * 2

@@ -121,9 +121,10 @@ def test_roles_are_there_only_while_a_phase_uses_them_where_they_park():
     here, parked = layout(shape, settings), layout(shape, settings | {"memory.offload_roles": True})
     both = 2 * shape.parameters + 2 * shape.trunk_parameters
     weights = {phase.name: phase.components["weights"] for phase in here.phases()}
-    assert set(weights) == {
-        "load", "rollout", "logprob", "reference", "values", "update_critic", "update", "optimizer_step", "save",
-    }  # fmt: skip
+    assert list(weights) == [
+        "load", "rollout", "logprob", "reference", "values", "update", "update_critic", "optimizer_step", "sync",
+        "save",
+    ]  # fmt: skip
     assert weights["update"] == 2 * shape.parameters + both
     weights = {phase.name: phase.components["weights"] for phase in parked.phases()}
     assert weights["update"] == weights["rollout"] == 2 * shape.parameters
@@ -131,6 +132,46 @@ def test_roles_are_there_only_while_a_phase_uses_them_where_they_park():
     assert weights["values"] == weights["update_critic"] == 2 * shape.parameters + 2 * shape.trunk_parameters
     assert parked.host()["roles"] == both
     assert here.host()["roles"] == 0
+
+
+def test_every_phase_has_its_place_and_evaluation_its_own_settings():
+    settings = {
+        "algorithm.name": "ppo",
+        "actor_rollout_ref.actor.use_kl_loss": True,
+        "reward_model.enable": True,
+        "reward_model.model.path": "Qwen2.5-0.5B",
+        "data.val_files": ["held_out.jsonl"],
+        "actor_rollout_ref.rollout.val_kwargs.temperature": 0.0,
+        "data.max_prompt_length": 8,
+    }
+    made = layout(SHAPES["1.5B"], settings)
+    found = {phase.name: phase for phase in made.phases()}
+    assert list(found) == [
+        "load", "rollout", "reward_model", "logprob", "reference", "values", "update", "update_critic",
+        "optimizer_step", "sync", "save", "eval",
+    ]  # fmt: skip
+    assert found["rollout"].components["head"] == 24 * 64 * 151936
+    assert found["eval"].components["head"] == 12 * 64 * 151936  # greedy: nothing is drawn
+    assert found["sync"].allocated_bytes == sum(term.bytes for term in made.resident()) + c.WORKSPACE
+    few = settings | {"data.val_max_samples": 5, "actor_rollout_ref.rollout.val_kwargs.n": 2}
+    assert layout(SHAPES["1.5B"], few).eval_slots == 10
+
+
+def test_the_rollout_shows_prefill_and_decode_and_counts_the_larger():
+    rollout = next(phase for phase in layout(SHAPES["7B"], {}).phases() if phase.name == "rollout")
+    counted = [term for term in rollout.terms if term.name in ("head", "working_layer")]
+    prefill, decode = 2 * 4096 * (3 * 18944 + 3 * 3584), 24 * 64 * 152064
+    assert [term.bytes for term in counted] == [prefill, 0]
+    assert f"decode: {decode:,} B, less than prefill" in counted[1].formula
+
+
+def test_the_critics_step_needs_its_weights_here():
+    settings = {"algorithm.name": "ppo", "memory.offload_roles": True, "memory.rounding": "stochastic"}
+    made = layout(SHAPES["1.5B"], settings | {"critic.optim.optimizer": "adamw_8bit"})
+    step = next(phase for phase in made.phases() if phase.name == "optimizer_step")
+    assert step.components["weights"] == 2 * SHAPES["1.5B"].parameters + 2 * SHAPES["1.5B"].trunk_parameters
+    moments = 8 * SHAPES["1.5B"].parameters + c.moments(made.critic.parameters, "adamw_8bit").bytes
+    assert step.components["optimizer"] == moments + 40 * c.PIECE
 
 
 def test_adapters_need_no_copy_for_the_reference_and_the_critic_can_share_the_weights():
@@ -148,6 +189,9 @@ def test_adapters_need_no_copy_for_the_reference_and_the_critic_can_share_the_we
 def test_supervised_training_samples_nothing():
     made = layout(SHAPES["0.5B"], {"algorithm.name": "sft"})
     assert [phase.name for phase in made.phases()] == ["load", "update", "optimizer_step", "save"]
+    made = layout(SHAPES["0.5B"], {"algorithm.name": "sft", "data.val_files": ["held_out.jsonl"]})
+    assert made.phases()[-1].name == "eval"  # the loss of held-out answers
+    assert "head" in made.phases()[-1].components
 
 
 def test_gradients_on_the_host_leave_no_room_to_lend():

@@ -1,7 +1,6 @@
 """From config keys to limits, slots and the line that says how batch sizes combine."""
 
 from contextlib import nullcontext
-from types import SimpleNamespace
 
 import pytest
 
@@ -12,7 +11,6 @@ from ullage.batch.pack import Limits
 from ullage.config.settle import plainly
 from ullage.config.tree import Config
 from ullage.data.prompts import Prompt, PromptSet
-from ullage.engine.replay import Replays
 from ullage.model.load import load_model
 from ullage.model.target import Target
 from ullage.run.assemble import derivation
@@ -83,9 +81,7 @@ def critic_of(actor_model, algorithm, **critic):
     given = {"actor_rollout_ref": {"model": {"path": path}}, "critic": critic}
     config = plainly(Config.model_validate(given), "cpu")
     actor = Actor(actor_model, config.actor_rollout_ref.actor, Limits(max_tokens=99), Solo(), temperature=1.0, seed=1)
-    recorder = SimpleNamespace(phase=nullcontext)
-    given = SimpleNamespace(config=config, ranks=Solo(), recorder=recorder, replays=Replays(), target=CPU)
-    return make_critic(given, algorithm, actor)
+    return make_critic(config, algorithm, actor, nullcontext)
 
 
 def test_there_is_a_critic_where_one_is_needed_or_wanted(model):

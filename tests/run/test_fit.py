@@ -36,6 +36,10 @@ def given_for(tmp_path, target=CPU, config=None):
         target=target,
         recorder=SimpleNamespace(current_phase="update", current_step=7, event=events.append, events=events),
         probe=SimpleNamespace(highest={"weights": 3 << 30, "kv_cache": 0, "activations": 5 << 29}),
+        planned=SimpleNamespace(
+            components={"update": {"weights": 3 << 30, "activations": 2 << 30, "slack": 1 << 28}},
+            capacity_bytes=8 << 30,
+        ),
         directory=SimpleNamespace(metrics=tmp_path / "metrics.jsonl", logs=tmp_path, path=tmp_path),
         replays=Replays(),
     )
@@ -102,10 +106,11 @@ def test_out_of_memory_says_what_held_it(tmp_path):
         raise torch.OutOfMemoryError(message)
     assert caught.value.cause.splitlines() == [
         "update does not fit: CUDA out of memory. Tried to allocate 2.00 GiB.",
-        "the most that was held:",
-        "  weights          3.0 GiB",
-        "  activations      2.5 GiB",
-        "  capacity         8.0 GiB",
+        "the most that was        held     planned",
+        "  weights             3.0 GiB     3.0 GiB",
+        "  activations         2.5 GiB     2.0 GiB",
+        "  slack                     -   256.0 MiB",
+        "  capacity            8.0 GiB     8.0 GiB",
     ]
     assert "resume" not in caught.value.remedy  # there is nothing to resume yet
     (tmp_path / "metrics.jsonl").touch()

@@ -2,6 +2,7 @@
 
 import json
 import re
+from contextlib import suppress
 
 import pytest
 
@@ -207,6 +208,21 @@ def test_a_phase_tried_again_after_an_error_is_closed_properly(parts):
     row = lines(directory.metrics)[0]
     assert (row["time/update"], row["time/step"]) == (2.0, 9.0)
     assert recorder.current_phase is None
+
+
+def test_what_was_planned_is_beside_what_was_measured(parts):
+    directory, _, probe, _, recorder = parts
+    recorder.planned = {"update": 700}
+    for step, level in ((1, 800), (2, 300)):
+        with recorder.step(step):
+            for phase in ("rollout", "update"):
+                with recorder.phase(phase):
+                    probe.use(level)
+    assert [row["planned_bytes"] for row in lines(directory.memory)] == [None, 700, None, 700]
+    with suppress(MemoryError), recorder.step(3), recorder.phase("update"):
+        probe.use(900)
+        raise MemoryError
+    assert recorder.peaks == {"rollout": 800, "update": 900}
 
 
 def test_a_broken_view_is_dropped_and_the_others_go_on(parts):

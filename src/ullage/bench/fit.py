@@ -17,9 +17,9 @@ from ullage.base.seeds import derive
 from ullage.batch.pack import Limits
 from ullage.bench.clock import free, synchronize
 from ullage.bench.report import GIB
-from ullage.bench.shapes import random_model
+from ullage.bench.shapes import shaped_model
 from ullage.config.load import load_mapping
-from ullage.config.settle import plainly
+from ullage.config.settle import ACTOR_TOKENS, NUM_SLOTS, plainly
 from ullage.config.tree import Config
 from ullage.data.prompts import Prompt
 from ullage.engine.measure import MemoryProbe
@@ -129,7 +129,7 @@ class Training:
     """The objects of a GRPO run with random weights, and its steps."""
 
     def __init__(self, case: Case, target: Target) -> None:
-        config = _config(case)
+        config = case_config(case)
         self.case = case
         self.current_step = 0
         self.phases = Phases(target)
@@ -217,19 +217,22 @@ class Phases:
             self.device_used = max(self.device_used, whole - left)
 
 
-def _config(case: Case) -> Config:
+def case_config(case: Case) -> Config:
+    """The settled config of a run like this."""
     given = {
         "algorithm.name": "grpo",
         "data.train_batch_size": case.prompts,
         "data.max_prompt_length": case.prompt_tokens,
         "data.max_response_length": case.response_tokens,
         "actor_rollout_ref.rollout.n": case.samples,
+        ACTOR_TOKENS: case.micro_batch,
+        NUM_SLOTS: case.slots,
     }
     return plainly(load_mapping({**given, **case.settings}).config, "cuda")
 
 
 def _model(case: Case, config: Config, target: Target) -> LanguageModel:
-    model = random_model(case.shape, target, quantization=config.actor_rollout_ref.model.quantization)
+    model = shaped_model(case.shape, target, quantization=config.actor_rollout_ref.model.quantization)
     if case.ends_every:
         vocabulary = model.module.config.get_text_config().vocab_size
         model = dataclasses.replace(model, stop_ids=frozenset(range(0, vocabulary, case.ends_every)))

@@ -28,12 +28,13 @@ from ullage.batch.stages import TrainBatch, pad_rows
 from ullage.bench.batches import PROMPT, random_batch
 from ullage.bench.clock import Measured, free, measure
 from ullage.bench.report import GIB
-from ullage.bench.shapes import language_model, random_module, training_flops
+from ullage.bench.shapes import shape_config, training_flops
 from ullage.bench.update import PEAK_TFLOPS, Workload, bench_config, lengths_of
 from ullage.engine.replay import free as empty_cache
 from ullage.engine.replay import is_out_of_memory
 from ullage.model import attention
 from ullage.model.language_model import LanguageModel
+from ullage.model.random_weights import language_model, random_module
 from ullage.model.target import Target
 from ullage.run.levers import optimizer_levers, prepare_layers
 from ullage.workers.actor import Actor
@@ -108,7 +109,9 @@ class Arena:
         config = bench_config(workload, STATELESS)
         self.workload, self.target, self.say = workload, target, say
         self.lengths = lengths_of(workload)
-        self.module = random_module(workload.shape, target, implementation="sdpa")
+        self.module = random_module(
+            shape_config(workload.shape), target.default_dtype, target.device, implementation="sdpa"
+        )
         self.algorithm: Algorithm = compose(config)
         self.batch = random_batch(self.lengths, config, self.algorithm, seed=workload.seed)
         self.actor = Actor(
@@ -212,7 +215,7 @@ class Arena:
         return [size for size in SEQUENCES if size <= len(self.lengths)]
 
     def _model(self, *, compiled: bool) -> LanguageModel:
-        model = language_model(twin(self.module, attention.NAME), self.target)
+        model = language_model(twin(self.module, attention.NAME), self.target, self.target.default_dtype)
         keys = {"memory.recompute": "none", "memory.compile": compiled}
         prepare_layers(model, bench_config(self.workload, keys))
         return model

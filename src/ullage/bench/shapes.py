@@ -4,15 +4,12 @@ from __future__ import annotations
 
 from typing import Any
 
-import torch
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoConfig, PretrainedConfig, PreTrainedModel
 
 from ullage.base.errors import UsageError
-from ullage.model import attention
-from ullage.model.language_model import LanguageModel, find_head
-from ullage.model.lora import linear_layers
-from ullage.model.probe import cache_shape
-from ullage.model.quantise import Quantisation, quantise_layers
+from ullage.model.language_model import LanguageModel
+from ullage.model.quantise import Quantisation
+from ullage.model.random_weights import random_model
 from ullage.model.target import Target
 
 MAX_POSITIONS = 8192
@@ -47,61 +44,19 @@ SHAPES: dict[str, dict[str, Any]] = {
 """Qwen2.5's, and Qwen3-8B's, as their config.json files give them."""
 
 
-def random_module(
-    name: str, target: Target, *, implementation: str = attention.NAME, device: torch.device | None = None
-) -> PreTrainedModel:
-    """A Hugging Face model of that shape in the target's dtype."""
+def shape_config(name: str) -> PretrainedConfig:
+    """The Hugging Face config of a shape."""
     if name not in SHAPES:
         raise UsageError(f"no shape {name}", f"one of: {', '.join(SHAPES)}")
     shape = dict(SHAPES[name])
     config = AutoConfig.for_model(shape.pop("model_type"), **shape)
-    torch.manual_seed(0)
-    with device or target.device:
-        module = AutoModelForCausalLM.from_config(
-            config, dtype=target.default_dtype, attn_implementation=implementation
-        )
-    module.eval()
-    assert isinstance(module, PreTrainedModel), "what the factory makes"
-    return module
+    assert isinstance(config, PretrainedConfig), "what the factory makes"
+    return config
 
 
-def _quantised_module(name: str, target: Target, kind: Quantisation) -> PreTrainedModel:
-    """Layer by layer, so that the whole model is never there in its wide form."""
-    module = random_module(name, target, device=torch.device("meta"))
-    device, dtype = target.device, target.default_dtype
-    chosen = set(linear_layers(module))
-    for layer_name in [name for name, _ in module.named_modules()]:
-        layer = module.get_submodule(layer_name)
-        for key, parameter in list(layer.named_parameters(recurse=False)):
-            fresh = torch.empty(parameter.shape, dtype=dtype, device=device)
-            fresh.fill_(1.0) if parameter.ndim == 1 else fresh.normal_(std=0.02)
-            setattr(layer, key, torch.nn.Parameter(fresh, requires_grad=False))
-        if layer_name in chosen:
-            quantise_layers(module, [layer_name], kind, device)
-    trunk: Any = module.base_model
-    with device:
-        trunk.rotary_emb = type(trunk.rotary_emb)(config=module.config)
-    module.tie_weights()
-    return module
-
-
-def random_model(name: str, target: Target, *, quantization: Quantisation | None = None) -> LanguageModel:
-    """The same, ready for the trainer and the engine; it has no tokenizer and never ends a sample by itself."""
-    module = random_module(name, target) if quantization is None else _quantised_module(name, target, quantization)
-    return language_model(module, target)
-
-
-def language_model(module: PreTrainedModel, target: Target) -> LanguageModel:
-    """A module of random weights as the trainer wants it."""
-    return LanguageModel(
-        module=module,
-        tokenizer=None,
-        head=find_head(module, fused=target.fused_head(target.default_dtype)),
-        target=target,
-        dtype=target.default_dtype,
-        stop_ids=frozenset({-1}),
-        cache_shape=cache_shape(module),
-    )
+def shaped_model(name: str, target: Target, *, quantization: Quantisation | None = None) -> LanguageModel:
+    """Random weights of that shape, ready for the trainer and the engine."""
+    return random_model(shape_config(name), target, quantization=quantization)
 
 
 def multiplied_parameters(module: PreTrainedModel) -> tuple[int, int]:

@@ -14,7 +14,7 @@ from ullage.batch.pack import Limits
 from ullage.bench.batches import PROMPT, log_normal_lengths, random_batch
 from ullage.bench.clock import Measured, free, measure
 from ullage.bench.report import GIB
-from ullage.bench.shapes import random_model, training_flops
+from ullage.bench.shapes import shaped_model, training_flops
 from ullage.config.load import load_mapping
 from ullage.config.settle import plainly
 from ullage.config.tree import Config
@@ -53,7 +53,7 @@ class Prepared(NamedTuple):
 def prepared(workload: Workload, target: Target, settings: Mapping[str, Any]) -> Prepared:
     """An actor with these config keys, and its forward and backward passes over the workload's batch."""
     config = bench_config(workload, settings)
-    model = random_model(workload.shape, target)
+    model = shaped_model(workload.shape, target)
     offload = prepare_layers(model, config)
     algorithm = compose(config)
     lengths = lengths_of(workload)

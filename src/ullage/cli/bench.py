@@ -5,16 +5,20 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterable
+import time
+from collections.abc import Callable, Iterable
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
+
+from ullage.base.errors import UllageError
 
 if TYPE_CHECKING:
     from ullage.model.target import Target
 
 HELP = "measure speed and memory on this machine"
 PARTS = ("speed", "peers", "head", "levers", "state", "activations", "fit", "endurance", "replay")
+MEMORY_PARTS = ("predict", "measure", "caps")
 RESULTS = Path("benchmarks/results")
 SIZES = {"0.5B": (32768, 32768), "1.5B": (32768, 32768), "7B": (16384, 16384)}
 """Tokens of an update and of one pass, by shape."""
@@ -22,16 +26,41 @@ SMALL = (4096, 4096)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("what", choices=["update"], help="update: the training step, its memory levers and its head")
-    parser.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
-    parser.add_argument("--shapes", nargs="+", metavar="SHAPE", help="models: 0.5B 1.5B 3B 7B 8B 14B 32B, or tiny")
-    parser.add_argument("--cases", nargs="+", metavar="CASE", help="of fit: 3B 8B 14B 32B '7B QLoRA' '32B LoRA'")
+    whats = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    update = _what(whats, "update", "the training step, its memory levers and its head")
+    update.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
+    update.add_argument("--shapes", nargs="+", metavar="SHAPE", help="models: 0.5B 1.5B 3B 7B 8B 14B 32B, or tiny")
+    update.add_argument("--cases", nargs="+", metavar="CASE", help="of fit: 3B 8B 14B 32B '7B QLoRA' '32B LoRA'")
+    memory = _what(whats, "memory", "the planner: random configs, predicted, then measured, then run under caps")
+    memory.add_argument("--configs", type=_count, metavar="N", help="how many; default: 60, without a GPU 3")
+    memory.add_argument(
+        "--caps", type=_count, metavar="N", help="how many of them under caps; default: 20, without a GPU 1"
+    )
+    memory.add_argument("--seed", type=int, help="of the draw; default: 1")
+    memory.add_argument("--gpu", metavar="GPU", help="predict for this GPU where there is none, such as h200")
+    memory.add_argument("--only", choices=MEMORY_PARTS, metavar="PART", help=", ".join(MEMORY_PARTS))
+    memory.add_argument("--limit-seconds", type=float, metavar="S", help="stop by then; the same command goes on")
+
+
+def _what(whats: argparse._SubParsersAction[argparse.ArgumentParser], name: str, told: str) -> argparse.ArgumentParser:
+    parser = whats.add_parser(name, help=told, description=told, allow_abbrev=False)
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the JSON goes; default: benchmarks/results")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
+    return parser
+
+
+def _count(text: str) -> int:
+    if not text.isdecimal() or int(text) < 1:
+        raise argparse.ArgumentTypeError(f"{text!r} is no number above 0")
+    return int(text)
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     del overrides
+    return _memory(arguments) if arguments.what == "memory" else _update(arguments)
+
+
+def _update(arguments: argparse.Namespace) -> int:
     from ullage.bench import report
     from ullage.model.target import find_target
 
@@ -49,6 +78,40 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.json:
         print(json.dumps(found))
     say(f"written: {out}")
+    return 0
+
+
+def _memory(arguments: argparse.Namespace) -> int:
+    from ullage.bench import memory, memory_table, report
+    from ullage.model.target import find_target
+
+    began, limit = time.monotonic(), arguments.limit_seconds
+    target = find_target("auto", 0)
+    out = arguments.out or RESULTS / f"memory_{memory.short_name(target, arguments.gpu)}.json"
+    lines = out.with_suffix(".jsonl")
+    bench = memory.start(lines, target, count=arguments.configs, seed=arguments.seed, gpu=arguments.gpu)
+    bench.say = say
+    if limit is not None:
+        bench.seconds_left = lambda: limit - (time.monotonic() - began)
+    caps = arguments.caps or (1 if memory.is_small(target, arguments.gpu) else 20)
+    say(f"{len(bench.configs)} configs of {lines}, about {bench.estimate(caps):.0f} s to measure on an H200")
+    parts: dict[str, Callable[[], bool]] = {
+        "predict": bench.predict,
+        "measure": lambda: bench.measure(target),
+        "caps": lambda: bench.caps(target, caps),
+    }
+    finished = all(parts[part]() for part in MEMORY_PARTS if arguments.only in (None, part))
+    found = memory_table.summary(bench.records.rows, bench.gpu.memory_bytes)
+    if found["rows"]:
+        command = f"ullage bench memory --seed {bench.seed} --configs {len(bench.configs)} --caps {caps}"
+        report.write(out, target, command, found)
+        say(f"written: {out}")
+    tables = [f"{title}\n{report.table(rows)}\n" for title, rows in memory_table.tables(found).items() if rows]
+    print(json.dumps(found) if arguments.json else "\n".join(tables))
+    if not finished:
+        say("stopped by --limit-seconds; the same command goes on")
+    if bench.failures:
+        raise UllageError("\n".join(bench.failures), "the same command tries these again, and parts before them first")
     return 0
 
 

@@ -106,9 +106,9 @@ class ActorRolloutRef:
             samples = tree.data.train_batch_size * tree.actor_rollout_ref.rollout.n
             engine = make_engine(tree, model, prompt_tokens=tree.data.max_prompt_length, samples=samples)
             self.generator = make_generator(given, engine, panel, model)
-            self.actor = make_actor(tree, model, Solo(), given.recorder, given.replays)
+            self.actor = make_actor(tree, model, Solo(), given.recorder.phase, given.replays)
             wanted = tree.actor_rollout_ref.actor.use_kl_loss or "reference" in self.algorithm.needs
-            self.reference = make_reference(tree, self.actor, given.recorder, given.replays) if wanted else None
+            self.reference = make_reference(tree, self.actor, given.recorder.phase, given.replays) if wanted else None
             self.close = weakref.finalize(self, closing.pop_all().close)
             """End the processes of the reward functions."""
         self.num_collected = self.num_updated = 0

@@ -152,15 +152,18 @@ class Optimizer:
         for name in wanted.keys() & tensors.keys():
             wanted[name].copy_(tensors[name])
 
-    def nbytes(self) -> dict[str, int]:
-        """Bytes on the device by component, as the memory report names them."""
-        on_device = self.levers.state == "device"
-        state, master = self._state_nbytes()
+    def owned(self) -> dict[str, list[Tensor]]:
+        """What it holds on the device, by component, as the memory report names them."""
+        here = self._flats if self.levers.state == "device" else {}
         return {
-            "gradients": 0 if self._collected.on_host else self._collected.flat.nbytes,
-            "optimizer": (state if on_device else 0) + self._placement.device_nbytes,
-            "master": master if on_device else 0,
+            "gradients": [] if self._collected.on_host else [self._collected.flat],
+            "optimizer": [flat for (name, _), flat in here.items() if name != MASTER] + self._placement.staged,
+            "master": [flat for (name, _), flat in here.items() if name == MASTER],
         }
+
+    def nbytes(self) -> dict[str, int]:
+        """The same in bytes."""
+        return {name: sum(tensor.nbytes for tensor in tensors) for name, tensors in self.owned().items()}
 
     def host_nbytes(self) -> dict[str, int]:
         """The same on the host, where a lever puts something there."""
@@ -209,7 +212,7 @@ class Optimizer:
         if self.levers.state == "device":
             return torch.zeros(numel, dtype=dtype, device=device)
         # What is stepped on the host is never copied from there, so it need not be pinned.
-        return host_buffer(numel, dtype, device if self.levers.state == "streamed" else torch.device("cpu"))
+        return host_buffer(numel, dtype, device, pinned=self.levers.state == "streamed")
 
     def _copy_to_master(self) -> None:
         for p, state in zip(self.parameters, self._state, strict=True):

@@ -52,11 +52,12 @@ class OnDevice:
         self._state, self._gradient = state, gradient
         self._in, self._out = SideStream(device), SideStream(device)
         self._stages = [_Stage(map(self._coming, pieces), lambda size: _bytes(size, device)) for _ in range(2)]
-        self.device_nbytes = sum(stage.nbytes for stage in self._stages)
+        self.staged: list[Tensor] = [room for stage in self._stages for room in stage.rooms]
+        """On the device."""
         self.host_nbytes = 0
 
     def run(self, step: Step) -> None:
-        if not self.device_nbytes:
+        if not self.staged:
             for piece in self._pieces:
                 step(piece, piece.weights, piece.gradient, piece.state)
             return
@@ -110,9 +111,9 @@ class OnHost:
             _Stage(map(self._passing, pieces), lambda size: host_buffer(size, torch.uint8, device)) for _ in range(2)
         ]
         longest = max(len(piece.gradient) for piece in pieces)
-        self._wide = None if pieces[0].gradient.dtype == wide else torch.zeros(longest, dtype=wide)
-        self.device_nbytes = 0
-        self.host_nbytes = sum(stage.nbytes for stage in self._stages)
+        self._wide = None if pieces[0].gradient.dtype == wide else host_buffer(longest, wide, device, pinned=False)
+        self.staged: list[Tensor] = []
+        self.host_nbytes = sum(room.nbytes for stage in self._stages for room in stage.rooms)
         self.host_nbytes += 0 if self._wide is None else self._wide.nbytes
 
     def run(self, step: Step) -> None:
@@ -155,9 +156,12 @@ class _Stage:
             for name, tensor in tensors.items():
                 sizes[name] = max(sizes.get(name, 0), tensor.nbytes)
         self._room = {name: allocate(size) for name, size in sizes.items()}
-        self.nbytes = sum(sizes.values())
         self.arrived = Mark()
         self.left = Mark()
+
+    @property
+    def rooms(self) -> list[Tensor]:
+        return list(self._room.values())
 
     def of(self, name: str, like: Tensor) -> Tensor:
         """The room under that name, as a tensor like the one that is to lie in it."""

@@ -68,14 +68,17 @@ class SideStream:
             tensor.record_stream(self._stream)
 
 
-def host_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
-    """Zeros in host memory that copies to and from the device can use at full speed, until the last view is gone.
+def host_buffer(numel: int, dtype: torch.dtype, device: torch.device, *, pinned: bool = True) -> Tensor:
+    """Zeros in host memory, until the last view is gone; pinned, copies to and from the device go at full speed.
 
     On CUDA the memory is registered rather than taken from torch's pinned pool, which rounds sizes up to a power of two
     and never gives anything back.
     """
     size = numel * dtype.itemsize
-    if device.type != "cuda" or not size:
+    if device.type == "meta":
+        # Marked before it has a size: whoever logs the device's memory never takes it for that.
+        return mark_hollow(torch.empty(0, dtype=torch.uint8, device=device)).resize_(size).view(dtype)
+    if device.type != "cuda" or not pinned or not size:
         return _zeros(size).view(dtype)
     # Whole pages: two registered ranges may not share one.
     length = -(-size // mmap.PAGESIZE) * mmap.PAGESIZE
@@ -90,6 +93,27 @@ def host_buffer(numel: int, dtype: torch.dtype, device: torch.device) -> Tensor:
     finalizer = weakref.finalize(room.untyped_storage(), cudart.cudaHostUnregister, address)
     finalizer.atexit = False  # the process takes its memory with it
     return room[offset : offset + size].view(dtype)
+
+
+HOLLOW: dict[int, weakref.ref[torch.UntypedStorage]] = {}
+"""The host memory that a trace pretends to have, by address: a device without bytes has no host beside it either."""
+
+
+def is_hollow(tensor: Tensor) -> bool:
+    return tensor.untyped_storage()._cdata in HOLLOW
+
+
+def mark_hollow(tensor: Tensor) -> Tensor:
+    storage = tensor.untyped_storage()
+    address = storage._cdata
+    if address not in HOLLOW:
+        HOLLOW[address] = weakref.ref(storage, lambda _: HOLLOW.pop(address))
+    return tensor
+
+
+def hollow_bytes() -> int:
+    """Of all that is pretended now."""
+    return sum(storage.nbytes() for storage in (found() for found in HOLLOW.values()) if storage is not None)
 
 
 def _zeros(size: int) -> Tensor:

@@ -100,7 +100,7 @@ def _matmul(left: Tensor, right: Tensor) -> Tensor:
         if rows >= MIN_ROWS:
             return left @ right
         return (torch.cat([left, left.new_zeros(MIN_ROWS - rows, left.shape[1])]) @ right)[:rows]
-    if left.device.type == "cuda":
+    if left.device.type != "cpu":
         return torch.mm(left, right, out_dtype=torch.float32)
     return left.float() @ right.float()
 

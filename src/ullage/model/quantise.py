@@ -76,7 +76,7 @@ class NF4Weight(nn.Module):
     def dequantised(self, dtype: torch.dtype) -> Tensor:
         """[out, in] the weight that the codes stand for."""
         tensors = self.codes, self.absmax, self.nested_absmax, self.offset, self.values, self.nested_values
-        if self.device.type == "cuda":
+        if self.device.type != "cpu":
             from ullage.model.kernels.nf4 import nf4_dequantise
 
             flat: Tensor = nf4_dequantise(*tensors, self.shape.numel(), dtype)

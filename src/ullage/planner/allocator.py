@@ -3,7 +3,6 @@
 import bisect
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from difflib import SequenceMatcher
 from typing import Literal
 
 Mode = Literal["native", "expandable"]
@@ -297,7 +296,8 @@ def extrapolate(shallow: Mapping[int, Iterable[Event]], layers: int, mode: Mode 
     """Allocated peaks by phase at a depth, from the events of the same program at two shallower ones (two layers up).
 
     A phase's peak is the highest of many moments, and which one is highest may change with depth. So each moment that
-    both programs have grows along its own line; the line through the two peaks is a lower bound.
+    both programs have grows along its own line; the line through the two peaks is a lower bound. Layers lie in the
+    middle of what is entered at once: its beginning and its end are what both have. A phase may be entered many times.
     """
     (low, lower), (high, higher) = ((depth, _levels(events, mode)) for depth, events in sorted(shallow.items()))
     peaks = dict.fromkeys((phase for phase, _ in lower), 0)
@@ -329,11 +329,19 @@ def _levels(events: Iterable[Event], mode: Mode) -> list[tuple[str, list[tuple[i
 
 
 def _shared(moments: list[tuple[int, int]], deeper: list[tuple[int, int]]) -> Iterator[tuple[int, int]]:
-    """Levels of the moments that the two have in common, matched by what came, in order."""
-    changes = SequenceMatcher(None, [change for change, _ in moments], [change for change, _ in deeper], autojunk=False)
-    for first, second, length in changes.get_matching_blocks():
-        for offset in range(length):
-            yield moments[first + offset][1], deeper[second + offset][1]
+    """Levels of the moments with which both begin, and of those with which both end, told by what came.
+
+    Where the shorter one is part of both, its first half is a beginning and its second half an end.
+    """
+    alike = [one[0] == other[0] for one, other in zip(moments, deeper, strict=False)]
+    alike_at_end = [one[0] == other[0] for one, other in zip(moments[::-1], deeper[::-1], strict=False)]
+    begins = [*alike, False].index(False)
+    ends = [*alike_at_end, False].index(False)
+    overlap = max(0, begins + ends - len(moments))
+    for i in range(begins - overlap // 2):
+        yield moments[i][1], deeper[i][1]
+    for i in range(1, ends - (overlap - overlap // 2) + 1):
+        yield moments[-i][1], deeper[-i][1]
 
 
 def _note(peaks: dict[str, Peak], phase: str, allocator: CachingAllocator) -> None:

@@ -147,6 +147,11 @@ class Shape:
         return self.expert_parameters if self.experts else self.dense_parameters
 
     @property
+    def fused_experts(self) -> int:
+        """Of the one tensor that holds gate and up of all experts of a layer."""
+        return self.experts * 2 * self.expert_mlp * self.hidden
+
+    @property
     def table(self) -> int:
         """Of the embedding, and of the output head."""
         return self.vocabulary * self.hidden
@@ -282,6 +287,8 @@ def _read(path: Path) -> Mapping[str, Any]:
 
 EXPERTS = ("num_local_experts", "num_experts", "n_routed_experts")
 EXPERT_MLP = ("moe_intermediate_size", "expert_intermediate_size")
+WIDE_EXPERTS = ("mixtral", "gpt_oss")
+"""All of their layers have experts, as wide as `intermediate_size`."""
 PER_TOKEN = ("num_experts_per_tok", "num_experts_per_token", "experts_per_token", "moe_topk")
 
 
@@ -343,20 +350,26 @@ def _vectors(config: Mapping[str, Any], kind: str, hidden: int, query: int, kv: 
 
 def _with_experts(shape: Shape, config: Mapping[str, Any], kind: str, name: str) -> Shape:
     """The same shape with its experts, where the config names any."""
-    count = next((config[key] for key in EXPERTS if config.get(key)), 0)
-    if not count:
+
+    def first(keys: tuple[str, ...]) -> int:
+        value = next((config[key] for key in keys if config.get(key)), 0)
+        if not isinstance(value, int) or isinstance(value, bool) or value < 0:
+            raise ModelError(f"{name}: {value!r} as {keys[0]} in its config", "give a whole number there")
+        return value
+
+    count, per_token, width = first(EXPERTS), first(PER_TOKEN), first(EXPERT_MLP)
+    if not (count or per_token or width or kind.endswith("_moe") or kind in WIDE_EXPERTS):
         return shape
-    per_token = next((config[key] for key in PER_TOKEN if config.get(key)), None)
-    width = next((config[key] for key in EXPERT_MLP if config.get(key)), None)
-    if width is None and kind in ("mixtral", "gpt_oss"):  # all of their layers have experts, of this width
+    if not width and kind in WIDE_EXPERTS:
         width = shape.mlp
-    if per_token is None or width is None:
-        missing = "num_experts_per_tok" if per_token is None else "moe_intermediate_size"
+    fields = {"num_experts": count, "num_experts_per_tok": per_token, "moe_intermediate_size": width}
+    missing = [key for key, value in fields.items() if not value]
+    if missing:
         raise ModelError(
-            f"{name}: a mixture of {count} experts, but its config has no {missing}",
-            "complete the config.json, or name a bundled model",
+            f"{name}: a mixture of experts, but its config has no {' and no '.join(missing)}",
+            "complete the config.json, or name a bundled model; a size such as 8B is taken to be dense",
         )
-    shared = config.get("shared_expert_intermediate_size") or (config.get("n_shared_experts") or 0) * width
+    shared = first(("shared_expert_intermediate_size",)) or first(("n_shared_experts",)) * width
     biases = count * (2 * width + shape.hidden + 1) if kind == "gpt_oss" else 0
     gate = shape.hidden if config.get("shared_expert_intermediate_size") else 0  # Qwen2-MoE's
     return replace(
@@ -365,6 +378,12 @@ def _with_experts(shape: Shape, config: Mapping[str, Any], kind: str, name: str)
         experts_per_token=per_token,
         expert_mlp=width,
         shared_mlp=shared,
-        dense_layers=config.get("first_k_dense_replace") or 0,
+        dense_layers=first(("first_k_dense_replace",)) or _dense_among(config, shape.layers),
         expert_vectors=biases + gate,
     )
+
+
+def _dense_among(config: Mapping[str, Any], layers: int) -> int:
+    """Qwen's mixtures: layers that are listed as dense, or between those that have experts."""
+    listed, step = config.get("mlp_only_layers") or (), config.get("decoder_sparse_step") or 1
+    return sum(layer in listed or (layer + 1) % step != 0 for layer in range(layers))

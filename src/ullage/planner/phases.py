@@ -2,23 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
 
-from ullage.base.errors import ModelError
 from ullage.config.check import SUPERVISED
 from ullage.config.settle import PASS_TOKENS, choices_of, plainly
 from ullage.config.tree import Config, Optim
 from ullage.planner import components as c
+from ullage.planner import storage
 from ullage.planner.components import Pass, Term
-from ullage.planner.model_shape import Shape, find_shape
-
-ADAPTER_RANK = 16
-"""Assumed of an adapter that is read from a folder."""
-CRITIC_METHODS = ("ppo", "gae")
-"""Algorithms and estimators that cannot do without a critic."""
-WIDTHS = {"auto": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-"""Bytes of a weight; auto is half precision on a GPU."""
+from ullage.planner.model_shape import Shape
+from ullage.planner.roles import Roles, Trained
+from ullage.planner.sharding import Groups, Sharding, exchanged, local_pass, shared
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +32,7 @@ class Phase:
 
     @property
     def total_bytes(self) -> int:
-        return sum(term.bytes for term in self.terms)
+        return total(self.terms)
 
     @property
     def allocated_bytes(self) -> int:
@@ -45,65 +40,30 @@ class Phase:
         return sum(term.bytes for term in self.terms if term.name not in ("context", "slack"))
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Trained:
-    """A role that is trained: the actor or the critic."""
-
-    shape: Shape
-    optim: Optim
-    rank: int
-    targets: tuple[str, ...]
-    """Layers that adapters change."""
-    trains_head: bool
-    """Its gradient reaches an output head over the vocabulary."""
-    has_head: bool
-    """It has such a head at all."""
-    owns_weights: bool = True
-    """False for adapters on another role's weights."""
-
-    @property
-    def parameters(self) -> int:
-        if self.rank:
-            return c.adapter_parameters(self.shape, self.rank, self.targets)
-        return self.shape.parameters if self.has_head else self.shape.trunk_parameters + self.shape.hidden + 1
-
-    @property
-    def largest(self) -> int:
-        """Elements of its largest parameter."""
-        if self.rank:
-            return self.rank * max(self.shape.mlp, self.shape.hidden)
-        experts = self.shape.experts * 2 * self.shape.expert_mlp * self.shape.hidden
-        return max(self.shape.table, experts)
+def total(terms: Iterable[Term]) -> int:
+    return sum(term.bytes for term in terms)
 
 
 class Layout:
-    """A run's numbers, worked out from its config once; phases are built from them."""
+    """A run's numbers, worked out from its config once; phases are built from them.
 
-    def __init__(self, shape: Shape, config: Config, *, ranks: int = 1) -> None:
+    Without `sharding` every one of the ranks holds a whole replica.
+    """
+
+    def __init__(self, shape: Shape, config: Config, *, ranks: int = 1, sharding: Sharding | None = None) -> None:
         config = plainly(config, "cuda")
-        self.shape, self.config, self.ranks = shape, config, ranks
+        self.shape, self.config = shape, config
+        self.sharding = sharding or Sharding(data=ranks)
+        self.ranks = self.sharding.ranks
         self.chosen = choices_of(config)
-        self.assumptions = [shape.assumption] if shape.assumption else []
-        model = config.actor_rollout_ref.model
-        self.width = WIDTHS[model.dtype]
-        self.quantisation: c.Quantisation | None = model.quantization
+        self.roles = Roles(shape, config, tensor=self.sharding.tensor)
+        self.actor, self.critic = self.roles.actor, self.roles.critic
+        self.reference, self.reward_model = self.roles.reference, self.roles.reward_model
+        self.width, self.quantisation = self.roles.width, self.roles.quantisation
         self.longest = config.data.max_prompt_length + config.data.max_response_length
-        # An adapter's own rank is in its folder, which need not be here.
-        rank = model.lora_rank or (ADAPTER_RANK if model.lora_adapter_path else 0)
-        self.actor = Trained(
-            shape=shape,
-            optim=config.actor_rollout_ref.actor.optim,
-            rank=rank,
-            targets=tuple(model.target_modules),
-            trains_head=not rank,
-            has_head=True,
-        )
         self.supervised = config.algorithm.name == SUPERVISED
-        self.critic = self._find_critic()
-        self.reference = not rank and (config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward)
-        self.reward_model = self._other(config.reward_model.model.path) if config.reward_model.enable else None
         self.parked = self.chosen.offload_roles
-        self._assume()
+        self.assumptions = [*self._assumed()]
 
     # --- passes ---
 
@@ -117,29 +77,38 @@ class Layout:
         config, actor = self.config, self.config.actor_rollout_ref.actor
         prompt, response = config.data.max_prompt_length, config.data.max_response_length
         n = 1 if self.supervised else config.actor_rollout_ref.rollout.n
-        prompts = -(-(actor.ppo_mini_batch_size or config.data.train_batch_size) // self.ranks)
+        prompts = -(-(actor.ppo_mini_batch_size or config.data.train_batch_size) // self.sharding.data)
         groups, room = divmod(limit, prompt + n * (response - 1))
         more = max(0, room - prompt) // max(1, response - 1)
         samples = max(1, min(groups * n + more, prompts * n, actor.ppo_micro_batch_size_per_gpu or prompts * n))
-        return Pass(
+        whole = Pass(
             tokens=-(-samples // n) * prompt + samples * (response - 1),
             positions=samples * response,
             width=self.width,
             compiled=config.memory.compile,
             rank=rank,
         )
+        return local_pass(whole, self.sharding.sequence)
 
     @property
     def prefill_pass(self) -> Pass:
+        return self._prefill(self.slots, self.config.actor_rollout_ref.rollout.n)
+
+    def _prefill(self, slots: int, n: int) -> Pass:
         prompt = self.config.data.max_prompt_length
-        admitted = -(-self.slots // self.config.actor_rollout_ref.rollout.n)
-        tokens = min(max(c.PREFILL_TOKENS // prompt, 1), admitted) * prompt
+        tokens = min(max(c.PREFILL_TOKENS // prompt, 1), -(-slots // n)) * prompt
         return Pass(tokens=tokens, positions=0, width=self.width, rank=self.actor.rank)
 
     @property
     def slots(self) -> int:
         samples = self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n
-        return min(self.chosen.slots, -(-samples // self.ranks))
+        return min(self.chosen.slots, -(-samples // self.sharding.data))
+
+    @property
+    def eval_slots(self) -> int:
+        """Sequences decoded at once in an evaluation: all slots, unless its prompts are few."""
+        prompts, n = self.config.data.val_max_samples, self.config.actor_rollout_ref.rollout.val_kwargs.n
+        return self.chosen.slots if prompts < 0 else min(self.chosen.slots, -(-prompts * n // self.sharding.data))
 
     @property
     def recomputed(self) -> int:
@@ -157,31 +126,37 @@ class Layout:
 
     # --- what stays ---
 
+    def part(self, count: int) -> int:
+        """What a rank keeps of what is shared out."""
+        return -(-count // self.sharding.shards)
+
+    def _shared(self, terms: Iterable[Term]) -> list[Term]:
+        return [shared(term, self.sharding.shards) for term in terms]
+
     def resident(self) -> list[Term]:
         """On the device from the first phase to the last."""
-        terms = [c.weights(self.shape, width=self.width, quantisation=self.quantisation), *self._owned(self.actor)]
-        if self.critic is not None:
-            terms += self._owned(self.critic)
-            if not self.parked:
-                terms += self._critic_weights()
-        if self.reference and not self.parked:
-            terms.append(self._reference_weights())
-        if self.reward_model is not None and not self.parked:
-            terms.append(self._reward_weights(self.reward_model))
-        if not self.supervised:
-            terms.append(self.kv_cache())
-        return terms
+        roles = self.roles
+        terms = [roles.actor_weights()]
+        for role in roles.trained:
+            terms += self._owned(role)
+        if not self.parked:
+            terms += [*roles.critic_weights(), *roles.reference_weights(), *roles.reward_weights()]
+        terms = self._shared(terms)
+        for role in roles.trained:
+            staged = self._staged_bytes(role.optim)
+            terms += [c.staging(staged, role.largest)] if staged else []
+        return terms if self.supervised else [*terms, self.kv_cache()]
 
     def kv_cache(self) -> Term:
         rollout, chosen = self.config.actor_rollout_ref.rollout, self.chosen
         each = 4 if chosen.gradients == "float32" else self.width
         return c.kv_cache(
-            self.shape,
+            self.actor.shape,
             slots=self.slots,
             longest=self.longest,
             tokens=None if rollout.kv_cache_tokens == "auto" else rollout.kv_cache_tokens,
             width=self.width,
-            lent=0 if chosen.gradients == "host" else each * self.actor.parameters,
+            lent=0 if chosen.gradients == "host" else self.part(each * self.actor.parameters),
         )
 
     def _owned(self, role: Trained) -> Iterator[Term]:
@@ -195,9 +170,6 @@ class Layout:
             yield c.moments(count, role.optim.optimizer)
             if self.has_master:
                 yield c.master(count)
-        staged = self._staged_bytes(role.optim)
-        if staged:
-            yield c.staging(staged, role.largest)
 
     @property
     def has_master(self) -> bool:
@@ -216,67 +188,119 @@ class Layout:
     # --- phases ---
 
     def phases(self) -> list[Phase]:
-        stays = self.resident()
-        found = [Phase("load", (c.weights(self.shape, width=self.width, quantisation=self.quantisation), c.context()))]
+        """In the order of a step; those that this run does not have are left out."""
+        stays, roles = self.resident(), self.roles
+        found = [Phase("load", (*self._shared([roles.actor_weights()]), c.context()))]
 
-        def phase(name: str, *terms: Term, backward: bool = False) -> None:
+        def phase(name: str, terms: Iterable[Term], *, here: Iterable[Term] = (), backward: bool = False) -> None:
+            back = self._shared(here) if self.parked else []
             around = (c.buffers(backward=backward, ranks=self.ranks), c.context())
-            found.append(Phase(name, (*stays, *terms, *around)))
+            found.append(Phase(name, (*stays, *back, *terms, *around)))
 
         if not self.supervised:
-            phase("rollout", *self._rollout())
+            phase("rollout", self._rollout())
         if self.reward_model is not None:
-            here = [self._reward_weights(self.reward_model)] if self.parked else []
-            tokens = max(PASS_TOKENS, 2 * self.longest)
-            phase("reward_model", *here, c.forward_layer(self.reward_model, Pass(tokens=tokens, positions=0)))
+            reward_pass = Pass(tokens=max(PASS_TOKENS, 2 * self.longest), positions=0, width=self.width)
+            phase("reward_model", self._trunk(self.reward_model, reward_pass), here=roles.reward_weights())
         if not self.supervised:
-            phase("logprob", *self._forward(self.update_pass))
+            phase("logprob", self._forward(self.update_pass))
         if self.reference:
-            phase("reference", *([self._reference_weights()] if self.parked else []), *self._forward(self._ref_pass))
+            phase("reference", self._forward(self._ref_pass), here=roles.reference_weights())
         if self.critic is not None:
-            here = self._critic_weights() if self.parked else []
-            phase("values", *here, c.forward_layer(self.critic.shape, self._critic_pass))
-            phase("update_critic", *here, *self.backward(self.critic, self._critic_pass), backward=True)
-        phase("update", *self.backward(self.actor, self.update_pass), backward=True)
-        rounded = self.width == 2 and not self.has_master
-        phase("optimizer_step", c.step_transient(self.actor.optim.optimizer, rounded=rounded), backward=True)
-        phase("save", backward=True)
+            forward = self._trunk(self.critic.shape, self._critic_pass, roles.critic_quantisation)
+            phase("values", forward, here=roles.critic_weights())
+        phase("update", self.backward(self.actor, self.update_pass), backward=True)
+        if self.critic is not None:
+            backward = self.backward(self.critic, self._critic_pass)
+            phase("update_critic", backward, here=roles.critic_weights(), backward=True)
+        phase("optimizer_step", self._optimizer_step(), backward=True)
+        if not self.supervised:
+            phase("sync", [c.term("gather", 0, "nothing: the embedded engine reads the trainer's own weights")])
+        phase("save", [], backward=True)
+        if self.config.data.val_files:
+            phase("eval", self._forward(self.update_pass) if self.supervised else self._evaluation())
         return found
 
     def backward(self, role: Trained, a: Pass) -> list[Term]:
         """The worst moment of a forward and backward pass: at the head, in a layer, or at the embedding."""
         shape = role.shape
+        groups = self._groups(role)
         matmuls = self.chosen.recompute == "matmuls"
         recomputed, leaving = min(self.recomputed, shape.layers), min(self.leaving, shape.layers - 1)
         kept = c.activations(shape, a, recomputed=recomputed, matmuls=matmuls, leaving=leaving)
         each = c.kept_by_recompute(shape, a, matmuls=matmuls) if recomputed else c.saved_by_layer(shape, a)
         head = c.head_backward(shape, a, trained=role.trains_head) if role.has_head else c.value_head(shape, a)
         layer = c.working_layer(shape, a, recomputed=recomputed > 0, arriving=2 * each if leaving else 0)
-        in_layer = [kept, layer]
+        in_layer = [kept, layer, groups.backward_layer(), *exchanged(shape, a, self.sharding)]
         if self.quantisation and role.rank:
             in_layer.append(c.dequantised(shape, width=self.width))
-        moments = [[kept, head], in_layer]
+        at_end = [groups.backward_end()]
         if shape.tied and role.trains_head:
             waiting = c.waiting_table(shape, width=self.width)
             in_layer.append(replace(waiting, bytes=waiting.bytes // 2, formula="2 B x V h, the head's gradient waits"))
-            moments.append([waiting])
+            at_end.append(waiting)
         if self.chosen.gradients != "weights" and not role.rank:  # at the head it is part of the head's own
             in_layer.append(c.gradients(0, self.chosen.gradients, width=self.width, largest=role.largest))
-        return max(moments, key=lambda terms: sum(term.bytes for term in terms))
+        moments = [[kept, head, groups.backward_head()], [kept, groups.backward_table()], in_layer, at_end]
+        return worst(moments)
 
     def _rollout(self) -> list[Term]:
         rollout = self.config.actor_rollout_ref.rollout
-        prefill = c.forward_layer(self.shape, self.prefill_pass)
         truncated = rollout.top_p < 1 or rollout.top_k > 0
-        drawing = c.sampling(self.shape, slots=self.slots, truncated=truncated)
-        return [max(prefill, drawing, key=lambda term: term.bytes), *self._plain_layer()]
+        return self._sampled(self.prefill_pass, c.sampling(self.shape, slots=self.slots, truncated=truncated))
+
+    def _evaluation(self) -> list[Term]:
+        """The engine at the settings of the evaluation."""
+        val, slots = self.config.actor_rollout_ref.rollout.val_kwargs, self.eval_slots
+        truncated, greedy = val.top_p < 1 or val.top_k > 0, val.temperature == 0
+        drawing = c.sampling(self.shape, slots=slots, truncated=truncated, greedy=greedy)
+        return self._sampled(self._prefill(slots, val.n), drawing)
+
+    def _sampled(self, a: Pass, drawing: Term) -> list[Term]:
+        """Prefill or decode, whichever is larger; logits are drawn from whole, wherever they were computed."""
+        shape, groups = self.actor.shape, self._forward_groups(self.actor.shape, self.quantisation)
+        prefill = [c.forward_layer(shape, a), groups.forward_layer(), *exchanged(shape, a, self.sharding)]
+        decode = [drawing, groups.forward_head()]
+        if total(prefill) < total(decode):
+            found = [*decode, c.less(prefill[0], "prefill", "decode")]
+        else:
+            found = [*prefill, c.less(drawing, "decode", "prefill")]
+        return [*worst([found, [groups.forward_start()]]), *self._plain_layer()]
 
     def _forward(self, a: Pass) -> list[Term]:
-        layer, head = c.forward_layer(self.shape, a), c.head_forward(self.shape, a)
-        return [max(layer, head, key=lambda term: term.bytes), *self._plain_layer()]
+        shape, groups = self.actor.shape, self._forward_groups(self.actor.shape, self.quantisation)
+        layer = [c.forward_layer(shape, a), groups.forward_layer(), *exchanged(shape, a, self.sharding)]
+        head = [c.head_forward(shape, a), groups.forward_head()]
+        return [*worst([layer, head, [groups.forward_start()]]), *self._plain_layer()]
+
+    def _trunk(self, shape: Shape, a: Pass, quantisation: c.Quantisation | None = None) -> list[Term]:
+        """A forward pass without an output head over the vocabulary."""
+        groups = self._forward_groups(shape, quantisation, has_head=False)
+        layer = [c.forward_layer(shape, a), groups.forward_layer(), *exchanged(shape, a, self.sharding)]
+        return worst([layer, [groups.forward_start()]])
+
+    def _optimizer_step(self) -> list[Term]:
+        """The actor's, or the critic's with its weights."""
+        rounded = self.width == 2 and not self.has_master
+        steps = [[c.step_transient(self.actor.optim.optimizer, rounded=rounded)]]
+        if self.critic is not None:
+            here = self._shared(self.roles.critic_weights()) if self.parked else []
+            steps.append([c.step_transient(self.critic.optim.optimizer, rounded=rounded), *here])
+        return worst(steps)
 
     def _plain_layer(self) -> list[Term]:
-        return [c.dequantised(self.shape, width=self.width)] if self.quantisation else []
+        return [c.dequantised(self.actor.shape, width=self.width)] if self.quantisation else []
+
+    def _groups(self, role: Trained) -> Groups:
+        """What is gathered and reduced of a role that is trained."""
+        quantised = self.quantisation if role.rank else None
+        forward = self._forward_groups(role.shape, quantised, has_head=role.has_head)
+        return replace(forward, trained=role.layer_parameters, trains_tables=not role.rank)
+
+    def _forward_groups(self, shape: Shape, quantisation: c.Quantisation | None, *, has_head: bool = True) -> Groups:
+        return Groups(
+            shape=shape, sharding=self.sharding, width=self.width, quantisation=quantisation, has_head=has_head
+        )
 
     @property
     def _ref_pass(self) -> Pass:
@@ -288,101 +312,44 @@ class Layout:
         limit, rank = self.config.critic.ppo_max_token_len_per_gpu, self.config.critic.model.lora_rank
         return replace(self.update_pass, rank=rank) if limit == "auto" else self._pass(limit, rank)
 
-    # --- other roles ---
-
-    def _find_critic(self) -> Trained | None:
-        config, wanted = self.config, self.config.critic
-        method = config.algorithm.adv_estimator or config.algorithm.name
-        needed = wanted.enable if wanted.enable is not None else method in CRITIC_METHODS
-        if not needed or wanted.share_actor:  # a row of numbers on the actor's own hidden states
-            return None
-        shape = self._other(wanted.model.path) if wanted.model.path else self.shape
-        own = not (wanted.model.lora_rank and self.actor.rank and not wanted.model.path)
-        return Trained(
-            shape=shape,
-            optim=wanted.optim,
-            rank=wanted.model.lora_rank,
-            targets=tuple(config.actor_rollout_ref.model.target_modules),
-            trains_head=False,
-            has_head=False,
-            owns_weights=own,
-        )
-
-    def _other(self, path: str) -> Shape:
-        """The shape of another role's model, as far as it can be found out here."""
-        try:
-            return find_shape(path)
-        except ModelError:
-            self.assumptions.append(f"{path or 'the reward model'}: taken to have the actor's shape")
-            return self.shape
-
-    def _critic_weights(self) -> list[Term]:
-        if self.critic is None or not self.critic.owns_weights:
-            return []
-        quantisation = self.quantisation if self.critic.rank else None
-        return [c.weights(self.critic.shape, width=self.width, quantisation=quantisation, head=False)]
-
-    def _reference_weights(self) -> Term:
-        return c.weights(self.shape, width=self.width)
-
-    def _reward_weights(self, shape: Shape) -> Term:
-        return c.weights(shape, width=self.width, head=False)
-
     # --- host and disk ---
 
     def host(self) -> dict[str, int]:
         """Bytes of host memory of one rank, by what holds them."""
-        chosen = self.chosen
-        found = {"process": c.PROCESS, "optimizer": 0, "gradients": 0, "activations": 0, "roles": 0, "checkpoint": 0}
-        for role in (self.actor, *([self.critic] if self.critic else [])):
-            count, piece = role.parameters, min(c.PIECE, role.largest)
-            state = self._state_bytes(role)
-            if chosen.optimizer_state != "device":
-                found["optimizer"] += state
-            if chosen.optimizer_state == "host":
-                found["optimizer"] += 2 * piece * 2 * self.width + 4 * piece
-            if chosen.gradients == "host":
-                found["gradients"] += self.width * (count + c.COURIER_STAGES * piece)
-            # A file is written from host memory: what is on the device comes there, one file at a time.
-            copied = max(state if chosen.optimizer_state == "device" else 0, self.width * count)
-            found["checkpoint"] = max(found["checkpoint"], copied)
-        if self.leaving:
-            a = self.update_pass
-            away = c.activations(
-                self.shape, a, recomputed=self.recomputed, matmuls=chosen.recompute == "matmuls", leaving=0
-            ).bytes
-            found["activations"] = -(-away * self.leaving // self.shape.layers // c.SLAB) * c.SLAB
-        if self.parked:
-            roles = [*self._critic_weights(), *([self._reference_weights()] if self.reference else [])]
-            roles += [self._reward_weights(self.reward_model)] if self.reward_model else []
-            found["roles"] = sum(term.bytes for term in roles)
-        return found
+        return storage.host_bytes(self)
+
+    def pinned(self) -> dict[str, int]:
+        """The part of that which is pinned."""
+        return storage.pinned_bytes(self)
 
     def disk(self) -> dict[str, int]:
-        """Bytes of one checkpoint, of those that are kept while the next is written, and of the final folder."""
-        roles = [self.actor, *([self.critic] if self.critic else [])]
-        written = sum(self.width * role.parameters + self._state_bytes(role) for role in roles)
-        kept = self.config.trainer.max_ckpt_to_keep + 2  # the best one, and the one being written
-        return {"checkpoint": written, "kept": kept * written, "final": self.width * self.actor.parameters}
+        """Bytes of what a run writes."""
+        return storage.disk_bytes(self)
 
-    def _state_bytes(self, role: Trained) -> int:
-        state = c.moments(role.parameters, role.optim.optimizer).bytes
-        return state + (4 * role.parameters if self.has_master else 0)
-
-    def _assume(self) -> None:
-        shape = self.shape
-        said: list[tuple[bool, str]] = [
+    def _assumed(self) -> Iterator[str]:
+        shape, sharding = self.shape, self.sharding
+        replicas = sharding == Sharding(data=self.ranks)
+        told: list[tuple[bool, str]] = [
+            (bool(shape.assumption), shape.assumption),
             (True, "every prompt and response has its full length"),
+            (self.ranks > 1 and replicas, "every GPU holds a whole replica"),
             (
-                self.actor.rank != self.config.actor_rollout_ref.model.lora_rank,
-                f"the adapter that training starts from has rank {ADAPTER_RANK}",
+                not replicas,
+                f"by formula only: Ullage does not shard yet ({sharding.text}); weights are gathered layer by layer, "
+                "gradients reduced in float32",
             ),
-            (self.ranks > 1, "every GPU holds a whole replica; NCCL takes 650 MiB"),
-            (shape.experts > 0, "experts are balanced; their activations are by formula, not measured"),
-            (shape.kv_lora_rank > 0, "the cache holds whole keys and values, not the compressed form"),
+            (self.ranks > 1, "NCCL takes 650 MiB"),
+            (shape.experts > 0, "experts are balanced; their activations are traced, not measured"),
+            (shape.kv_lora_rank > 0, "Ullage does not run latent attention yet; its cache would hold whole keys"),
             (self.width != 2, "activations beside half precision are scaled by width, not measured"),
         ]
-        self.assumptions += [text for holds, text in said if holds]
+        yield from (text for holds, text in told if holds)
+        yield from self.roles.assumptions
+
+
+def worst(moments: list[list[Term]]) -> list[Term]:
+    """The moment that needs most; where nothing is gathered, nothing is said of it."""
+    return [term for term in max(moments, key=total) if term.bytes or term.name != "gather"]
 
 
 def phases(shape: Shape, config: Config, *, ranks: int = 1) -> list[Phase]:

@@ -1,59 +1,38 @@
-"""The plan of a run: every phase against the memory there is, what binds, and what each lever would save and cost."""
+"""The plan of a run: every phase against the memory there is, what was chosen, its time, and what levers would do."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 from ullage.base.units import bytes_text
-from ullage.config.settle import ACTOR_TOKENS, NUM_SLOTS, choices_of, plainly, with_key
+from ullage.config.settle import ACTOR_TOKENS, AUTO, NUM_SLOTS, choices_of, open_keys, plainly, settled, with_key
 from ullage.config.tree import Config
-from ullage.planner import components as c
-from ullage.planner.hardware import Machine
+from ullage.planner.choose import NO_SCALE, capacity_of, choose, with_slack
+from ullage.planner.fixes import OPTIMIZER, Fix, fixes
+from ullage.planner.hardware import Machine, find_gpu
 from ullage.planner.model_shape import Shape
 from ullage.planner.phases import Layout, Phase
+from ullage.planner.seconds import step_seconds
 
-SLACK = 0.03
-"""Over what is allocated: with expandable segments 12 of 12 runs went through at 1.015 of their predicted least."""
-UNKNOWN_SLOWDOWN = 0.5
-"""Where a lever's cost has not been measured it is ranked as if it were this."""
-
-SPEED, STATE, ACTIVATIONS = (
-    f"benchmarks/results/update_h200_{name}.json" for name in ("speed", "state", "activations")
-)
-OPTIMIZER = "actor_rollout_ref.actor.optim.optimizer"
-
-
-@dataclass(frozen=True, slots=True)
-class Cost:
-    """Share of the update's time that a lever takes, optimizer included: a 7B shape, 15k tokens, one H200."""
-
-    slowdown: float | None
-    source: str
-
-
-COSTS: dict[tuple[str, object], Cost] = {
-    ("memory.compile", True): Cost(-0.13, SPEED),
-    ("memory.recompute", 0.5): Cost(0.09, ACTIVATIONS),
-    ("memory.recompute", "full"): Cost(0.18, ACTIVATIONS),
-    ("memory.activation_offload", "async"): Cost(0.04, ACTIVATIONS),
-    ("memory.rounding", "stochastic"): Cost(0.2, ACTIVATIONS),
-    ("memory.optimizer_state", "streamed"): Cost(1.05, STATE),
-    ("memory.optimizer_state", "host"): Cost(2.45, STATE),
-}
-"""Measured; offload with all layers recomputed, where it moves least."""
-NOT_MEASURED = Cost(None, "not measured")
+LEAST_SLOWDOWN = 0.001
+"""Levers that cost less time than this share are ranked by what they save."""
+LEAST_SAVED = 0.005
+"""Levers that save less than this share of the peak are not told."""
+REFERENCE = "h200"
+"""Whose time is told where no GPU is named."""
 
 
 @dataclass(frozen=True, slots=True)
 class Lever:
-    """A key that could be set, and what that would do to the peak."""
+    """A key that could be set, and what that would do to the peak and to the time of a step."""
 
     key: str
     value: object
     saves_bytes: int
-    cost: Cost
+    slowdown: float
+    """Share of the step's time; below 0 it is faster."""
 
     @property
     def change(self) -> str:
@@ -62,8 +41,7 @@ class Lever:
     @property
     def worth(self) -> float:
         """Bytes saved for each share of time lost."""
-        lost = UNKNOWN_SLOWDOWN if self.cost.slowdown is None else self.cost.slowdown
-        return self.saves_bytes / max(lost, 0.01)
+        return self.saves_bytes / max(self.slowdown, LEAST_SLOWDOWN)
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -71,12 +49,18 @@ class Plan:
     """What a run will need, before anything is loaded."""
 
     shape: Shape
+    config: Config
+    """Without open keys."""
     machine: Machine | None
     phases: tuple[Phase, ...]
+    seconds: dict[str, float]
+    """Of a step, by phase."""
     host: dict[str, int]
     disk: dict[str, int]
     levers: tuple[Lever, ...] = ()
     chosen: dict[str, dict[str, Any]] = field(default_factory=dict)
+    fixes: tuple[Fix, ...] = ()
+    """What would make it fit, where it does not."""
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -89,15 +73,24 @@ class Plan:
         return self.binding.total_bytes
 
     @property
+    def capacity_bytes(self) -> int | None:
+        """Of one GPU, as far as the run may use it; None where no machine was given."""
+        return None if self.machine is None else capacity_of(self.config, self.machine)
+
+    @property
+    def step_seconds(self) -> float:
+        return sum(self.seconds.values())
+
+    @property
     def host_bytes(self) -> int:
         return sum(self.host.values())
 
     @property
     def fits(self) -> bool | None:
         """None where no machine was given."""
-        if self.machine is None:
+        if self.capacity_bytes is None:
             return None
-        return self.peak_bytes <= self.machine.gpu.memory_bytes and self.fits_host
+        return self.peak_bytes <= self.capacity_bytes and self.fits_host
 
     @property
     def fits_host(self) -> bool:
@@ -106,14 +99,15 @@ class Plan:
 
     @property
     def verdict(self) -> str:
-        peak, where = bytes_text(self.peak_bytes), self.binding.name
-        if self.machine is None:
+        peak, where, capacity = bytes_text(self.peak_bytes), self.binding.name, self.capacity_bytes
+        if self.machine is None or capacity is None:
             return f"needs {peak} of device memory; {where} binds"
         if not self.fits_host:
             needed, there = bytes_text(self.host_bytes * self._ranks), bytes_text(self.machine.host_bytes or 0)
             return f"does not fit: host memory needs {needed}, there is {there}"
-        left = self.machine.gpu.memory_bytes - self.peak_bytes
-        there = bytes_text(self.machine.gpu.memory_bytes)
+        there, left = bytes_text(capacity), capacity - self.peak_bytes
+        if self.phases[0].components.get("weights", 0) > capacity:
+            return f"does not fit: the weights alone are {bytes_text(self.phases[0].components['weights'])} of {there}"
         if left < 0:
             return f"does not fit: {where} needs {peak} of {there}, {bytes_text(-left)} too much"
         return f"fits: {where} binds with {peak} of {there}, {bytes_text(left)} to spare"
@@ -129,7 +123,7 @@ class Plan:
             "model": self.shape.name,
             "parameters": self.shape.parameters,
             "fits": self.fits,
-            "capacity_bytes": None if self.machine is None else self.machine.gpu.memory_bytes,
+            "capacity_bytes": self.capacity_bytes,
             "peak_bytes": self.peak_bytes,
             "binding_phase": self.binding.name,
             "phases": [
@@ -139,51 +133,85 @@ class Plan:
             "host": {**self.host, "total_bytes": self.host_bytes},
             "disk": self.disk,
             "levers": [
-                {"change": lever.change, "saves_bytes": lever.saves_bytes, "slowdown": lever.cost.slowdown}
+                {"change": lever.change, "saves_bytes": lever.saves_bytes, "slowdown": lever.slowdown}
                 for lever in self.levers
             ],
             "chosen": self.chosen,
+            "seconds": {**self.seconds, "step": self.step_seconds},
+            "fixes": [{"change": fix.change, "peak_bytes": fix.peak_bytes, "alters": fix.alters} for fix in self.fixes],
             "assumptions": list(self.assumptions),
         }
 
 
-def plan(shape: Shape, config: Config, machine: Machine | None = None) -> Plan:
-    """By closed form, in well under 10 ms."""
-    made = _planned(shape, config, machine)
-    levers = sorted(_levers(made, shape, config, machine), key=lambda lever: -lever.worth)
-    return replace(made, levers=tuple(levers))
+def plan(
+    shape: Shape, config: Config, machine: Machine | None = None, *, scale: Mapping[str, float] = NO_SCALE
+) -> Plan:
+    """By closed form, in well under 10 ms, and under 100 ms where keys are open that the machine decides.
+
+    Args:
+        machine: what it should fit; by default the run's own ranks on GPUs of the size of memory.budget, if it has one.
+        scale: measured over predicted memory of earlier runs on this machine, by phase.
+    """
+    machine = machine or budget_machine(config)
+    if machine is None:
+        made = _planned(shape, plainly(config, "cuda"), None, scale)
+    else:
+        choice = choose(shape, config, machine, scale=scale)
+        made = _planned(shape, settled(config, choice.values), machine, scale)
+        chosen = {key: {"value": choice.values[key], "why": choice.why[key]} for key in open_keys(config)}
+        made = replace(made, chosen=chosen)
+        if not made.fits:
+            made = replace(made, fixes=tuple(fixes(shape, config, machine, scale)))
+    return replace(made, levers=tuple(sorted(_levers(made, scale), key=lambda lever: -lever.worth)))
 
 
-def _planned(shape: Shape, config: Config, machine: Machine | None) -> Plan:
-    layout = Layout(shape, config, ranks=1 if machine is None else machine.gpus)
-    guessed = machine.gpu.assumption if machine is not None else ""
+def budget_machine(config: Config) -> Machine | None:
+    """GPUs of the size of memory.budget, as many as the run has ranks; None where there is no budget."""
+    if config.memory.budget == AUTO:
+        return None
+    trainer = config.trainer
+    return Machine(gpu=find_gpu(config.memory.budget), count=trainer.n_gpus_per_node, nodes=trainer.nnodes)
+
+
+def _planned(shape: Shape, config: Config, machine: Machine | None, scale: Mapping[str, float]) -> Plan:
+    ranks = 1 if machine is None else machine.gpus
+    layout = Layout(shape, config, ranks=ranks)
+    gpu = find_gpu(REFERENCE) if machine is None else machine.gpu
     return Plan(
         shape=shape,
+        config=config,
         machine=machine,
-        phases=tuple(with_slack(phase) for phase in layout.phases()),
+        phases=tuple(with_slack(phase, scale) for phase in layout.phases()),
+        seconds=step_seconds(layout, gpu, ranks),
         host=layout.host(),
         disk=layout.disk(),
-        assumptions=(*layout.assumptions, *([guessed] if guessed else [])),
+        assumptions=(*layout.assumptions, *_assumed(config, machine)),
     )
 
 
-def with_slack(phase: Phase) -> Phase:
-    """The phase with what the allocator needs beyond what is allocated."""
-    slack = c.term("slack", SLACK * phase.allocated_bytes, f"{SLACK:.0%} of what is allocated, expandable segments")
-    return replace(phase, terms=(*phase.terms, slack))
+def _assumed(config: Config, machine: Machine | None) -> Iterator[str]:
+    if machine is None:
+        yield f"seconds are those of one {find_gpu(REFERENCE).name}"
+        return
+    if machine.gpu.assumption:
+        yield machine.gpu.assumption
+    if capacity_of(config, machine) < machine.gpu.memory_bytes:
+        yield f"memory.budget: {config.memory.budget} of the {bytes_text(machine.gpu.memory_bytes)} there are"
+    if machine.host_bytes is None:
+        yield "host memory suffices"
 
 
-def _levers(made: Plan, shape: Shape, config: Config, machine: Machine | None) -> Iterator[Lever]:
+def _levers(made: Plan, scale: Mapping[str, float]) -> Iterator[Lever]:
     """Every lever that is not pulled and would lower the peak."""
-    for key, value in _choices(config):
-        other = _planned(shape, with_key(config, key, value), machine)
+    for key, value in _choices(made.config):
+        other = _planned(made.shape, with_key(made.config, key, value), made.machine, scale)
         saved = made.peak_bytes - other.peak_bytes
-        if saved > c.MIB:
-            yield Lever(key, value, saved, COSTS.get((key, value), NOT_MEASURED))
+        if saved > LEAST_SAVED * made.peak_bytes:
+            yield Lever(key, value, saved, other.step_seconds / made.step_seconds - 1)
 
 
 def _choices(config: Config) -> Iterator[tuple[str, object]]:
-    memory, chosen = config.memory, choices_of(plainly(config, "cuda"))
+    memory, chosen = config.memory, choices_of(config)
     longest = config.data.max_prompt_length + config.data.max_response_length
     adamw = config.actor_rollout_ref.actor.optim.optimizer == "adamw"
     choices: dict[tuple[str, object], bool] = {

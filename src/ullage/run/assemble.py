@@ -27,8 +27,8 @@ def assemble(given: Surroundings, resume_from: Path | None) -> Trainer:
     algorithm = compose(config)
     scorers = open_scorers(given)
     model = open_model(config, given.target, weights=resume_from and resume_from / "model")
-    actor = make_actor(config, model, ranks, recorder, given.replays)
-    critic = make_critic(given, algorithm, actor)
+    actor = make_actor(config, model, ranks, recorder.phase, given.replays)
+    critic = make_critic(config, algorithm, actor, recorder.phase, given.replays)
     supply = (supply_answers if "completions" in algorithm.needs else supply_samples)(given, scorers, actor, algorithm)
     facts = {"data_fingerprint": supply.fingerprint, "model_type": model.module.config.model_type}
     keeper = Keeper(
@@ -53,7 +53,7 @@ def assemble(given: Surroundings, resume_from: Path | None) -> Trainer:
         total_steps=total_steps,
         actor=actor,
         critic=critic,
-        reference=make_reference(config, actor, recorder, given.replays) if uses_reference else None,
+        reference=make_reference(config, actor, recorder.phase, given.replays) if uses_reference else None,
         algorithm=algorithm,
         collector=supply.collector,
         evaluator=supply.evaluator,
@@ -73,6 +73,8 @@ def assemble(given: Surroundings, resume_from: Path | None) -> Trainer:
 def announce(given: Surroundings, total_steps: int) -> None:
     """Tell readers and views what this run is."""
     config, directory = given.config, given.directory
+    for note in given.planned.notes:
+        given.recorder.event(note)
     given.recorder.event(derivation(config, given.ranks.size))
     info = RunInfo(
         name=directory.name,
@@ -80,7 +82,7 @@ def announce(given: Surroundings, total_steps: int) -> None:
         model=Path(config.actor_rollout_ref.model.path).name,
         total_steps=total_steps,
         created_at=read_run(directory.path).created_at or time.time(),
-        capacity_bytes=given.target.memory_bytes,
+        capacity_bytes=given.planned.capacity_bytes or given.target.memory_bytes,
     )
     if given.ranks.rank == 0:
         directory.write_info(info)

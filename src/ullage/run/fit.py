@@ -19,6 +19,7 @@ from ullage.telemetry.run_directory import write_atomically
 from ullage.telemetry.writer import json_text
 
 UPDATES = ("update", "update_critic")
+HEADER = f"{'the most that was':<17}{'held':>12}{'planned':>12}"
 
 
 @contextmanager
@@ -36,13 +37,15 @@ def fitting(given: Surroundings) -> Iterator[None]:
 
 def does_not_fit(given: Surroundings, error: BaseException) -> DoesNotFitError:
     phase = given.recorder.current_phase or "loading"
-    held = {**given.probe.highest, "capacity": capacity(given.target)}
-    rows = [f"  {name:<12}{bytes_text(count):>12}" for name, count in held.items() if count]
+    held, planned = given.probe.highest, given.planned.components.get(phase, {})
+    sizes = {name: (held.get(name, 0), planned.get(name, 0)) for name in dict.fromkeys([*held, *planned])}
+    sizes["capacity"] = capacity(given.target), given.planned.capacity_bytes or 0
+    rows = [f"  {name:<15}{_size(one):>12}{_size(other):>12}" for name, (one, other) in sizes.items() if one or other]
     message = str(error).split(" If reserved but")[0].strip().splitlines() or [type(error).__name__]
     remedy = f"set one or more of: {', '.join(levers(given.config, phase))}"
     if given.directory.metrics.exists():  # else nothing is left of the run
         remedy += f"; continue with: ullage resume {given.directory.path} KEY=VALUE"
-    return DoesNotFitError("\n".join([f"{phase} does not fit: {message[0]}", "the most that was held:", *rows]), remedy)
+    return DoesNotFitError("\n".join([f"{phase} does not fit: {message[0]}", HEADER, *rows]), remedy)
 
 
 def levers(config: Config, phase: str) -> list[str]:
@@ -65,6 +68,10 @@ def levers(config: Config, phase: str) -> list[str]:
         "actor_rollout_ref.model.lora_rank=16 (in a new run)": config.actor_rollout_ref.model.lora_rank == 0,
     }
     return [lever for lever, helps in found.items() if helps]
+
+
+def _size(count: int) -> str:
+    return bytes_text(count) if count else "-"
 
 
 def capacity(target: Target) -> int:

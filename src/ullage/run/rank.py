@@ -17,7 +17,6 @@ from ullage.base.allocator import expand_segments
 from ullage.base.communicator import Solo
 from ullage.base.errors import InterruptedRunError, PeerLostError, PreemptedError, UllageError
 from ullage.config.load import load_config
-from ullage.config.settle import plainly
 from ullage.config.tree import Config
 from ullage.telemetry.recorder import Recorder
 from ullage.telemetry.run_directory import RunDirectory
@@ -68,24 +67,33 @@ def surroundings(
     from ullage.engine import parallel
     from ullage.engine.measure import MemoryProbe
     from ullage.model.target import find_target
+    from ullage.run.comparison import compare
+    from ullage.run.machine import enforce_budget
+    from ullage.run.planning import plan_together
     from ullage.run.surroundings import Surroundings, make_replays
 
     config = load_config(directory.resolved).config
     target = find_target(config.trainer.device, rank)
-    config = plainly(config, target.kind)
     if target.kind == "cuda":
         torch.cuda.set_device(target.device)
     # Not by the environment: a run with one rank inside another program's job must not wait for that job's ranks.
     ranks = parallel.join(target.device) if size > 1 else Solo()
     closing.callback(parallel.leave)
+    planned = plan_together(config, directory, target, ranks)
+    config = planned.config
+    enforce_budget(target, config)
     torch.manual_seed(config.trainer.seed)
     probe = MemoryProbe(target)
     mined = faults.asked_for(rank)
     recorder = FaultyRecorder(writer, probe, mined) if mined else Recorder(writer, [], probe)
+    recorder.planned = planned.bytes
     closing.callback(recorder.stop)
+    if rank == 0:
+        closing.callback(compare, planned, recorder, directory, target)
     stop.current_phase = lambda: recorder.current_phase
     return Surroundings(
         config=config,
+        planned=planned,
         directory=directory,
         target=target,
         ranks=ranks,

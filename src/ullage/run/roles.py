@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,13 +27,14 @@ from ullage.model.trunk import Trunk
 from ullage.model.value_model import ValueModel, add_value_head, load_value_model, share_trunk
 from ullage.rollout.embedded.engine import Engine
 from ullage.run.levers import optimizer_levers, prepare_layers, resident_phase
-from ullage.run.surroundings import Surroundings
-from ullage.telemetry.recorder import Recorder
 from ullage.workers.actor import Actor
 from ullage.workers.critic import Critic
 from ullage.workers.passes import Phase
 from ullage.workers.reference import Reference
 from ullage.workers.reward_model import RewardModel, load_reward_model
+
+Loader = Callable[..., ValueModel]
+"""Like `load_value_model`."""
 
 
 def open_model(config: Config, target: Target, *, weights: Path | None = None) -> LanguageModel:
@@ -82,7 +84,7 @@ def make_limits(config: Config) -> Limits:
 
 
 def make_actor(
-    config: Config, model: LanguageModel, ranks: Communicator, recorder: Recorder, replays: Replays | None = None
+    config: Config, model: LanguageModel, ranks: Communicator, phase: Phase, replays: Replays | None = None
 ) -> Actor:
     arr = config.actor_rollout_ref
     prepare_layers(model, config)
@@ -95,14 +97,22 @@ def make_actor(
         temperature=arr.rollout.temperature,
         seed=config.trainer.seed,
         levers=optimizer_levers(config),
-        phase=recorder.phase,
+        phase=phase,
         replays=replays,
     )
 
 
-def make_critic(given: Surroundings, algorithm: Algorithm, actor: Actor) -> Critic | None:
-    """The critic, where the algorithm needs one or the config asks for one."""
-    config, critic = given.config, given.config.critic
+def make_critic(
+    config: Config,
+    algorithm: Algorithm,
+    actor: Actor,
+    phase: Phase,
+    replays: Replays | None = None,
+    *,
+    load: Loader = load_value_model,
+) -> Critic | None:
+    """The critic, where the algorithm needs one or the config asks for one; `load` reads a model of its own."""
+    critic = config.critic
     needed = "critic" in algorithm.needs
     if needed and critic.enable is False:
         raise ConfigError("critic.enable = false: the algorithm needs a critic", "leave it out, or use algorithm=grpo")
@@ -111,25 +121,25 @@ def make_critic(given: Surroundings, algorithm: Algorithm, actor: Actor) -> Crit
     limits = actor.limits
     if critic.ppo_max_token_len_per_gpu != "auto":
         limits = Limits(max_tokens=critic.ppo_max_token_len_per_gpu, share_prefix=limits.share_prefix)
-    model = share_trunk(actor.model) if critic.share_actor else open_value_model(config, actor.model)
+    model = share_trunk(actor.model) if critic.share_actor else open_value_model(config, actor.model, load)
     role = Critic(
         model,
         critic,
         limits,
-        given.ranks,
+        actor.ranks,
         max_nonfinite_steps=config.actor_rollout_ref.actor.max_nonfinite_steps,
         seed=config.trainer.seed,
         levers=optimizer_levers(config),
-        phase=given.recorder.phase,
-        replays=given.replays,
+        phase=phase,
+        replays=replays,
     )
     if model.trunk.module is not actor.model.module:  # after its optimizer has seen where the weights are used
         weights = [*model.trunk.module.parameters(), model.weight, model.bias]
-        role.phase = resident_phase(role.phase, weights, config, given.target, trained=True)
+        role.phase = resident_phase(role.phase, weights, config, actor.model.target, trained=True)
     return role
 
 
-def open_value_model(config: Config, actor_model: LanguageModel) -> ValueModel:
+def open_value_model(config: Config, actor_model: LanguageModel, load: Loader = load_value_model) -> ValueModel:
     """The critic's own model, or an adapter of its own on the actor's frozen weights."""
     wanted, target = config.critic.model, actor_model.target
     path = wanted.path or config.actor_rollout_ref.model.path
@@ -137,7 +147,7 @@ def open_value_model(config: Config, actor_model: LanguageModel) -> ValueModel:
         adapter = fresh_adapter(config, actor_model, "critic", wanted.lora_rank)
         return add_value_head(actor_model.adapted("critic", adapter))
     try:
-        model = load_value_model(
+        model = load(
             path,
             target,
             dtype=config.actor_rollout_ref.model.dtype,
@@ -158,17 +168,23 @@ def open_value_model(config: Config, actor_model: LanguageModel) -> ValueModel:
     return model
 
 
-def make_reference(config: Config, actor: Actor, recorder: Recorder, replays: Replays | None = None) -> Reference:
-    """The policy without what training adds: the actor's weights with adapters off, or a copy of them all."""
+def make_reference(
+    config: Config,
+    actor: Actor,
+    phase: Phase,
+    replays: Replays | None = None,
+    *,
+    load: Callable[[Config, Target], LanguageModel] = open_model,
+) -> Reference:
+    """The policy without what training adds: the actor's weights with adapters off, or a copy that `load` reads."""
     arr, limits = config.actor_rollout_ref, actor.limits
     tokens = arr.ref.log_prob_max_token_len_per_gpu
     if tokens != "auto":
         limits = Limits(max_tokens=tokens, share_prefix=limits.share_prefix)
-    phase: Phase = recorder.phase
     if actor.model.adapters is not None:
         model = replace(actor.model, adapter=None)
     else:
-        model = open_model(config, actor.model.target)
+        model = load(config, actor.model.target)
         weights, target = model.module.parameters(), actor.model.target
         phase = resident_phase(phase, weights, config, target, trained=False)
     return Reference(model, limits, temperature=arr.rollout.temperature, phase=phase, replays=replays)

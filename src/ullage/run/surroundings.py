@@ -13,6 +13,7 @@ from ullage.config.tree import Config
 from ullage.engine.measure import MemoryProbe
 from ullage.engine.replay import Replays
 from ullage.model.target import Target, find_target
+from ullage.run.planning import Planned
 from ullage.telemetry.recorder import Recorder
 from ullage.telemetry.run_directory import RunDirectory
 from ullage.telemetry.view import View
@@ -25,6 +26,7 @@ class Surroundings:
     """Everything a rank holds before it assembles its part of the run."""
 
     config: Config
+    planned: Planned
     directory: RunDirectory
     target: Target
     ranks: Communicator
@@ -47,6 +49,7 @@ def without_a_run(config: Config, closing: ExitStack, views: Sequence[View] = ()
     closing.callback(recorder.stop)
     return Surroundings(
         config=config,
+        planned=Planned(config=config),
         directory=directory,
         target=target,
         ranks=Solo(),

@@ -113,7 +113,7 @@ class Recorder(TorchDispatchMode):
         return True
 
     def run(self, step: Callable[[Phase], None]) -> Trace:
-        with self, self.seeing_resizes(), flash_attention():
+        with self, self.seeing_resizes(), self.entering_backward_apart(), flash_attention():
             step(Phase(self))
             self.active = False
         return self.trace
@@ -135,6 +135,27 @@ class Recorder(TorchDispatchMode):
 
         self._live[address] = (key, weakref.ref(storage, died))
         return key
+
+    @contextmanager
+    def entering_backward_apart(self) -> Iterator[None]:
+        """A phase is entered again where a backward pass begins and ends: depths are compared part by part."""
+        plain = Tensor.backward
+
+        def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 -- autograd's own
+            self._enter_again()
+            plain(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
+            self._enter_again()
+
+        Tensor.backward = backward  # type: ignore[method-assign, assignment]
+        try:
+            yield
+        finally:
+            Tensor.backward = plain  # type: ignore[method-assign]
+
+    def _enter_again(self) -> None:
+        entered = next((event for event in reversed(self.trace.events) if isinstance(event, Enter)), None)
+        if entered is not None:
+            self.trace.events.append(entered)
 
     @contextmanager
     def seeing_resizes(self) -> Iterator[None]:

@@ -1,7 +1,8 @@
 """Records what Ullage's own phases allocate on a CUDA device, on a machine that has none.
 
-The device is torch's `meta`: its tensors have shapes, storages and gradients, but no bytes. What the phases keep on the
-host (batches, packing, host-resident state) stays real and is computed as ever; the two never mix without a copy.
+The device is torch's `meta`: its tensors have shapes, storages and gradients, but no bytes. Batches and packing stay
+real on the host and are computed as ever; the two never mix without a copy. Large host buffers (state, gradients and
+activations that wait there) have no bytes either: they lie on the same `meta`, and are told apart by their storage.
 """
 
 from __future__ import annotations
@@ -11,7 +12,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 
+from ullage.engine.streams import HOLLOW, is_hollow, mark_hollow
 from ullage.model.target import Target
 from ullage.run.trace import Phase, Recorder, Trace
 
@@ -40,16 +43,27 @@ class _DeviceRecorder(Recorder):
     """Counts the device's storages, and answers where the host asks for a value that is not there."""
 
     def counts(self, tensor: Tensor) -> bool:
-        return tensor.device == DEVICE
+        return tensor.device == DEVICE and not is_hollow(tensor)
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
-        if func is _aten._local_scalar_dense.default and self.counts(args[0]):
+        if func is _aten._local_scalar_dense.default and args[0].device == DEVICE:
             return torch.ones((), dtype=args[0].dtype).item()
-        if func is _aten._to_copy.default and self.counts(args[0]) and _on_host(kwargs.get("device")):
+        if HOLLOW and kwargs.get("device") is None and _all_hollow(args):
+            out = super().compute(func, args, kwargs)
+            for leaf in tree_leaves(out):  # the host's own work stays there
+                if isinstance(leaf, Tensor) and leaf.device == DEVICE:
+                    mark_hollow(leaf)
+            return out
+        if func is _aten._to_copy.default and args[0].device == DEVICE and _on_host(kwargs.get("device")):
             return torch.zeros(args[0].shape, dtype=kwargs.get("dtype") or args[0].dtype)
-        if func is _aten.copy_.default and self.counts(args[1]) and not self.counts(args[0]):
+        if func is _aten.copy_.default and args[1].device == DEVICE and args[0].device != DEVICE:
             return args[0]
         return super().compute(func, args, kwargs)
+
+
+def _all_hollow(args: tuple[Any, ...]) -> bool:
+    tensors = [leaf for leaf in tree_leaves(args) if isinstance(leaf, Tensor)]
+    return bool(tensors) and all(map(is_hollow, tensors))
 
 
 def _on_host(device: torch.device | None) -> bool:

@@ -55,6 +55,10 @@ class Recorder:
         self.current_step = 0
         self.current_phase: str | None = None
         """The phase the run is in; after an error, the one it happened in."""
+        self.planned: Mapping[str, int] = {}
+        """Bytes that each phase was planned to allocate."""
+        self.peaks: dict[str, int] = {}
+        """The most that each phase has allocated so far."""
         self._writer = writer
         self._views = list(views)
         self._memory = memory
@@ -145,6 +149,7 @@ class Recorder:
             if allocated >= peak.allocated_bytes:
                 peak.allocated_bytes, peak.components = allocated, components
             peak.reserved_bytes = max(peak.reserved_bytes, reserved)
+            self.peaks[self._open] = max(self.peaks.get(self._open, 0), allocated)
         if name is not None:
             self._memory.start_phase()
         self._open, self._opened = name, now
@@ -169,6 +174,7 @@ class Recorder:
                 allocated_peak_bytes=peak.allocated_bytes,
                 reserved_peak_bytes=peak.reserved_bytes,
                 components=peak.components,
+                planned_bytes=self.planned.get(phase),
             )
         self._show(lambda view: view.step(step, metrics))
 

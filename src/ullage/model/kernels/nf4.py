@@ -1,37 +1,12 @@
-"""Weights from their NF4 codes as a Triton kernel: every code and scale is read once, every weight written once.
+"""Weights from their NF4 codes as an operator: every code and scale is read once, every weight written once.
 
-The plain-torch twin is in `model/quantise.py`, with the format.
+The kernel is in `nf4_triton.py`, its plain-torch twin in `model/quantise.py`, with the format.
 """
 
 from __future__ import annotations
 
 import torch
-import triton
-import triton.language as tl
 from torch import Tensor
-
-ROWS = 32
-"""Blocks of one program."""
-
-
-@triton.jit
-def _dequantise(  # noqa: ANN202 -- Triton's own types
-    codes, absmax, nested_absmax, offset, values, nested_values, out,  # noqa: ANN001
-    size, bytes_, blocks,  # noqa: ANN001
-    rows: tl.constexpr, half: tl.constexpr, nested: tl.constexpr,
-):  # fmt: skip
-    # `half`: bytes of a block; `nested`: blocks that share a scale of their own.
-    block = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
-    known = block < blocks
-    place = tl.load(absmax + block, mask=known, other=0).to(tl.int32)
-    largest = tl.load(nested_absmax + block // nested, mask=known, other=0.0)
-    scale = tl.load(nested_values + place) * largest + tl.load(offset)
-    byte = block[:, None] * half + tl.arange(0, half)[None, :]
-    pair = tl.load(codes + byte, mask=byte < bytes_, other=0).to(tl.int32)
-    first, second = tl.load(values + (pair >> 4)), tl.load(values + (pair & 15))
-    weights = tl.interleave(first, second) * scale[:, None]
-    weight = block[:, None] * (2 * half) + tl.arange(0, 2 * half)[None, :]
-    tl.store(out + weight, weights.to(out.dtype.element_ty), mask=weight < size)
 
 
 @torch.library.custom_op("ullage::nf4_dequantise", mutates_args=())
@@ -46,13 +21,10 @@ def nf4_dequantise(
     dtype: torch.dtype,
 ) -> Tensor:
     """[size] weights; `values` and `nested_values` are what codes of weights and of scales stand for."""
+    from ullage.model.kernels.nf4_triton import dequantise  # a trace needs only shapes
+
     out = torch.empty(size, dtype=dtype, device=codes.device)
-    blocks = len(absmax)
-    # Without fused multiply-adds the scales are those of the plain twin, bit for bit.
-    _dequantise[(triton.cdiv(blocks, ROWS),)](
-        codes, absmax, nested_absmax, offset, values, nested_values, out, size, len(codes), blocks,
-        rows=ROWS, half=32, nested=256, num_warps=4, enable_fp_fusion=False,
-    )  # fmt: skip
+    dequantise(codes, absmax, nested_absmax, offset, values, nested_values, out)
     return out
 
 

@@ -114,6 +114,19 @@ class Engine:
             batch.release()
         return [batch.finished[key] for key in sorted(batch.finished)]
 
+    @torch.no_grad()
+    def rehearse(self, requests: Sequence[GroupRequest], sampling: Sampling) -> None:
+        """Need all the memory that `generate` would, without its time: the prompts, the first tokens, and the last."""
+        batch = _Batch(self, requests, sampling, self.limits, {})
+        try:
+            batch.admit()
+            for run in batch.running:
+                group = batch.groups[run.group]
+                run.cached = len(group.prompt) + group.max_tokens - 1
+            batch.decode()
+        finally:
+            batch.release()
+
 
 class _Batch:
     """One call of `generate`."""

@@ -1,0 +1,361 @@
+"""Seconds of every phase of a step, by closed form: FLOPs over tensor cores, bytes over memory and over PCIe.
+
+What a layout has to do (`Work`) knows nothing of the GPU, so that one layout is timed on many. The constants are from
+benchmarks/results/update_h200_*.json, each with the file that it is fitted to; other GPUs are taken to reach the same
+shares of what they are sold as. All of a step runs at full length, as the memory of it is planned.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+from ullage.planner import components as c
+from ullage.planner.components import Pass
+from ullage.planner.hardware import GPU
+from ullage.planner.model_shape import Shape
+from ullage.planner.phases import Layout
+from ullage.planner.roles import Trained
+
+MATMUL_SHARE = 0.77
+"""Of the specified TFLOP/s, in matrix products of wide layers (head, speed)."""
+NARROW = 100
+"""Layers with h hidden take 1 + 100 / h times as long for a FLOP (speed: 0.5B, 1.5B)."""
+TRAFFIC, FORWARD_TRAFFIC = 19.1, 1.9
+"""Bytes through device memory for each byte that a layer saves: forward and backward; forward again (speed, state)."""
+COMPILED_TRAFFIC, COMPILED_FORWARD_TRAFFIC = 14.2, 4.7
+"""The same with compiled blocks, for each of the fewer bytes that they save (speed, activations)."""
+LOGIT_TRAFFIC, LOGIT_FORWARD_TRAFFIC = 7.5, 2.5
+"""The same for each byte of float32 logits (head)."""
+DECODE_LAUNCH = 1.33e-3
+"""Seconds that decoding spends on a decoder layer for one token of every slot, whatever the model's width: kernels are
+launched one by one (fit: 24.5 s for 36 layers and 512 tokens; 32 and 64 slots). Lower it when the engine is faster."""
+DECODE_NORMS, DECODE_ADAPTERS = 1.2, 1.35
+"""Times as long with norms of queries and keys, and with adapters (fit: 8B, 32B LoRA)."""
+LAUNCH = 1.33e-3
+"""Seconds below which no pass gets through a layer in one direction, however few its tokens: taken to be the same."""
+DECODE_SHARE = 0.6
+"""Of the specified bandwidth, where decoding is bound by it: what good engines reach; not measured here yet."""
+PCIE_ONE_WAY, PCIE_BOTH, PCIE_BESIDE = 0.86, 0.73, 0.78
+"""Of one direction's specified rate: alone (activations: sync), with the other direction busy too (speed: streamed),
+and beside computation (activations: async)."""
+OFFLOAD_COST = 0.003
+"""Of the computation, for offload that is hidden behind it (activations: async 20 %)."""
+HOST_BANDWIDTH = 46e9
+"""Bytes a second that the host's cores read and write, 16 of them (state: host, 28 bytes for each parameter)."""
+STEP_BASE = 0.067
+"""Seconds of the optimizer's step beside its bytes (speed: streamed, the three sizes)."""
+STEP_TRAFFIC = 70.0
+"""Bytes for a parameter that AdamW with a master takes as long as, on the device (state: device)."""
+ROUND_TRAFFIC, BYTE_TRAFFIC = 235.0, 1580.0
+"""More of them to round stochastically (activations: sgd), and for moments in 8 bits (state: 8-bit, rounded)."""
+FORMULAS = (
+    f"a pass = FLOPs / ({MATMUL_SHARE:g} TFLOP/s) + bytes of its elementwise work / bandwidth; at least "
+    f"{LAUNCH * 1e3:g} ms for each layer and direction",
+    "FLOPs = 2 for each parameter and token, and causal attention; twice that backward (adapters: once); "
+    "once more for layers that are recomputed",
+    f"rollout = rounds x response x the longest of: layers x {DECODE_LAUNCH * 1e3:g} ms, (weights + slots x KV) / "
+    f"({DECODE_SHARE:g} bandwidth), FLOPs",
+    f"optimizer = {STEP_BASE:g} s + {STEP_TRAFFIC:g} bytes a parameter / bandwidth, or its state / "
+    f"({PCIE_BOTH:g} PCIe) where it rests on the host",
+    "copies beside computation cost what they take longer than it",
+    "shares as measured on an H200, the same assumed elsewhere",
+)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Passes:
+    """All passes of one phase of a step, on one rank."""
+
+    flops: float
+    traffic: float
+    """Bytes through device memory."""
+    launches: float
+    """Layers started by the host, forward or backward."""
+    forward: float = 1.0
+    """Share of the work that lies before the backward pass."""
+    leaving: float = 0.0
+    """Bytes of activations that go to the host and come back."""
+    beside: bool = True
+    """They do so beside the computation."""
+    gradients: float = 0.0
+    """Bytes of gradients that go to the host and are added there beside the backward pass: not measured."""
+    reduced: float = 0.0
+    """Bytes of gradients that ranks add up."""
+
+    def seconds(self, gpu: GPU, ranks: int) -> float:
+        rate = MATMUL_SHARE * gpu.tflops_bf16 * 1e12
+        compute = max(self.flops / rate + self.traffic / (gpu.bandwidth * 1e9), self.launches * LAUNCH)
+        before = self.forward * compute
+        total = compute + self._waits(before, compute - before, gpu)
+        link = max(gpu.interconnect_gbs / 2, gpu.pcie_gbs) * 1e9
+        return total + 2 * self.reduced * (ranks - 1) / ranks / link
+
+    def _waits(self, forward: float, backward: float, gpu: GPU) -> float:
+        """What copies take longer than the computation beside them."""
+        beside = PCIE_BESIDE * gpu.pcie_gbs * 1e9
+        added = max(self.gradients / beside, 3 * self.gradients / HOST_BANDWIDTH)  # two read, one written
+        waits = max(0.0, added - backward)
+        if self.leaving and self.beside:
+            each = self.leaving / beside
+            waits += max(0.0, each - forward) + max(0.0, each - backward) + OFFLOAD_COST * (forward + backward)
+        elif self.leaving:
+            waits += 2 * self.leaving / (PCIE_ONE_WAY * gpu.pcie_gbs * 1e9)
+        return waits
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Decoding:
+    """The rollout of one rank: prompts in passes, then a token of every slot at a time."""
+
+    prefill: Passes
+    steps: int
+    launches: float
+    """Layers of one step, weighted by how long their kinds take to start."""
+    read_bytes: float
+    flops: float
+    """Of one step."""
+
+    def seconds(self, gpu: GPU, ranks: int) -> float:
+        read = self.read_bytes / (DECODE_SHARE * gpu.bandwidth * 1e9)
+        rate = MATMUL_SHARE * gpu.tflops_bf16 * 1e12
+        step = max(self.launches * DECODE_LAUNCH, read, self.flops / rate)
+        return self.prefill.seconds(gpu, ranks) + self.steps * step
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Steps:
+    """The optimizer's steps of all roles; or nothing but copies, of roles that come and go."""
+
+    count: float
+    traffic: float = 0.0
+    """Bytes through device memory in one step."""
+    into: float = 0.0
+    out: float = 0.0
+    """Bytes from and to the host."""
+    by_host: float = 0.0
+    """Bytes that the host's cores read and write."""
+    base: float = STEP_BASE
+
+    def seconds(self, gpu: GPU, ranks: int) -> float:
+        del ranks  # each steps all of it
+        pcie = gpu.pcie_gbs * 1e9 * (PCIE_BOTH if self.into and self.out else PCIE_ONE_WAY)
+        copies = max(self.into, self.out) / pcie
+        each = max(self.traffic / (gpu.bandwidth * 1e9), copies) + self.by_host / HOST_BANDWIDTH
+        return self.count * (self.base + each)
+
+
+Work = Passes | Decoding | Steps
+
+
+def step_seconds(layout: Layout, gpu: GPU, ranks: int) -> dict[str, float]:
+    """Of every phase of a step that takes time, in their order."""
+    return {name: work.seconds(gpu, ranks) for name, work in step_work(layout).items()}
+
+
+def step_work(layout: Layout) -> dict[str, Work]:
+    """What each phase has to do; each part depends on few of the keys that can be left open."""
+    return {
+        **sampling_work(layout),
+        **forward_work(layout),
+        **update_work(layout),
+        **optimizer_work(layout),
+        **parking_work(layout),
+    }
+
+
+def sampling_work(layout: Layout) -> dict[str, Work]:
+    """The rollout: of the open keys, slots matter."""
+    if layout.supervised:
+        return {}
+    shape, data = layout.shape, layout.config.data
+    prompts, samples = _share(layout)
+    slots, arena = layout.slots, layout.config.actor_rollout_ref.rollout.kv_cache_tokens
+    if arena != "auto":  # a cache that is too small for all slots keeps some of them waiting
+        slots = max(1, min(slots, arena // layout.longest))
+    passes = -(-prompts * data.max_prompt_length // layout.prefill_pass.tokens)
+    kinds = (DECODE_NORMS if shape.qk_norm else 1.0) * (DECODE_ADAPTERS if layout.actor.rank else 1.0)
+    middle = data.max_prompt_length + data.max_response_length // 2
+    decoding = Decoding(
+        prefill=_forward(layout, shape, _batch(layout, prompts, 0, passes), head=False),
+        steps=-(-samples // slots) * data.max_response_length,
+        launches=shape.layers * kinds,
+        read_bytes=_weight_bytes(layout, shape) + slots * middle * shape.kv_bytes_per_token * layout.width / 2,
+        flops=slots * 2 * shape.active_parameters,
+    )
+    return {"rollout": decoding}
+
+
+def forward_work(layout: Layout) -> dict[str, Work]:
+    """Passes without gradients: of the open keys, tokens matter."""
+    prompts, samples = _share(layout)
+    batch = _batch(layout, prompts, samples, _passes(layout, samples))
+    found: dict[str, Work] = {}
+    if layout.reward_model is not None:
+        found["reward_model"] = _forward(layout, layout.reward_model, batch, head=False)
+    if not layout.supervised:
+        found["logprob"] = _forward(layout, layout.shape, batch, head=True)
+    if layout.reference:
+        found["reference"] = _forward(layout, layout.shape, batch, head=True)
+    if layout.critic is not None:
+        found["values"] = _forward(layout, layout.critic.shape, batch, head=False)
+    return found
+
+
+def update_work(layout: Layout) -> dict[str, Work]:
+    """Forward and backward: tokens, recompute, offload and gradients matter."""
+    found: dict[str, Work] = {"update": _update(layout, layout.actor)}
+    if layout.critic is not None:
+        found["update_critic"] = _update(layout, layout.critic)
+    return found
+
+
+def optimizer_work(layout: Layout) -> dict[str, Work]:
+    """State and gradients matter."""
+    chosen, roles = layout.chosen, layout.roles.trained
+    trained = sum(role.parameters for role in roles)
+    if chosen.optimizer_state == "host":
+        return {"optimizer_step": Steps(count=_mini_batches(layout), by_host=28 * trained)}
+    streamed = chosen.optimizer_state == "streamed"
+    state = sum((c.moment_bytes(role.optim.optimizer) + 4 * layout.has_master) * role.parameters for role in roles)
+    arriving = layout.width * trained if chosen.gradients == "host" else 0
+    eight = sum(role.parameters for role in roles if role.optim.optimizer == "adamw_8bit")
+    rounded = trained if layout.width == 2 and not layout.has_master else 0
+    steps = Steps(
+        count=_mini_batches(layout),
+        traffic=STEP_TRAFFIC * trained + ROUND_TRAFFIC * rounded + BYTE_TRAFFIC * eight,
+        into=(state if streamed else 0) + arriving,
+        out=state if streamed else 0,
+        by_host=2 * arriving,  # their norm, and zeros for the next: not measured
+    )
+    return {"optimizer_step": steps}
+
+
+def parking_work(layout: Layout) -> dict[str, Work]:
+    """Roles that wait on the host: their weights come for each of their phases, and trained ones go back."""
+    parked = layout.host()["roles"] if layout.parked else 0
+    if not parked:
+        return {}
+    critic = layout.critic
+    # A critic comes for its values; for each update it comes and is written back.
+    trained = layout.width * critic.shape.trunk_parameters if critic and critic.owns_weights else 0
+    return {"parking": Steps(count=1, into=parked + 2 * trained * _mini_batches(layout), base=0.0)}
+
+
+# --- passes ---
+
+
+@dataclass(frozen=True, slots=True)
+class Batch:
+    """Sequences of full length that a rank's passes of a phase go over."""
+
+    tokens: int
+    positions: int
+    """Those that carry loss."""
+    pairs: float
+    """Of a token and one that it attends to."""
+    passes: int
+
+
+def _share(layout: Layout) -> tuple[int, int]:
+    """Prompts and samples of a step on one rank."""
+    prompts = -(-layout.config.data.train_batch_size // layout.sharding.data)
+    return prompts, prompts * (1 if layout.supervised else layout.config.actor_rollout_ref.rollout.n)
+
+
+def _mini_batches(layout: Layout) -> int:
+    """Steps of the optimizer in a step of the run."""
+    actor, batch = layout.config.actor_rollout_ref.actor, layout.config.data.train_batch_size
+    return actor.ppo_epochs * -(-batch // (actor.ppo_mini_batch_size or batch))
+
+
+def _passes(layout: Layout, samples: int) -> int:
+    """All of them under the actor's limit; roles with a limit of their own are timed as if they had none."""
+    return -(-samples // (layout.update_pass.positions // layout.config.data.max_response_length))
+
+
+def _batch(layout: Layout, prompts: int, samples: int, passes: int) -> Batch:
+    prompt, response = layout.config.data.max_prompt_length, layout.config.data.max_response_length
+    return Batch(
+        tokens=prompts * prompt + samples * (response - 1),
+        positions=samples * response,
+        pairs=prompts * prompt**2 / 2 + samples * (prompt * response + response**2 / 2),
+        passes=passes,
+    )
+
+
+def _forward(layout: Layout, shape: Shape, batch: Batch, *, head: bool) -> Passes:
+    flops = _layer_flops(shape, batch)
+    saved = _saved(layout, shape, batch, 0)
+    traffic = _factors(layout)[1] * saved + batch.passes * _weight_bytes(layout, shape)
+    if head:
+        flops += 2 * shape.table * batch.positions
+        traffic += LOGIT_FORWARD_TRAFFIC * 4 * shape.vocabulary * batch.positions
+    return Passes(flops=flops, traffic=traffic, launches=batch.passes * shape.layers)
+
+
+def _layer_flops(shape: Shape, batch: Batch) -> float:
+    """Of all layers, forward; more where they are narrow, in whose products tensor cores wait."""
+    products = 2 * batch.tokens * (shape.active_parameters - shape.table) + 4 * shape.layers * shape.query * batch.pairs
+    return products * (1 + NARROW / shape.hidden)
+
+
+def _saved(layout: Layout, shape: Shape, batch: Batch, rank: int) -> float:
+    """Bytes that all layers would save of all passes."""
+    a = Pass(tokens=batch.tokens, positions=0, width=layout.width, compiled=layout.config.memory.compile, rank=rank)
+    return shape.layers * c.saved_by_layer(shape, a)
+
+
+def _factors(layout: Layout) -> tuple[float, float]:
+    """Traffic for a byte saved: forward and backward, and forward alone."""
+    compiled = layout.config.memory.compile
+    return (COMPILED_TRAFFIC, COMPILED_FORWARD_TRAFFIC) if compiled else (TRAFFIC, FORWARD_TRAFFIC)
+
+
+def _weight_bytes(layout: Layout, shape: Shape) -> float:
+    """Read in one forward pass; 4-bit and 8-bit weights are also written and read in their wide form."""
+    held = c.weights(shape, width=layout.width, quantisation=layout.quantisation, head=False).bytes
+    if not layout.quantisation:
+        return held
+    return held + 2 * layout.width * sum(number * layer.size for number, layer in shape.linears)
+
+
+def _update(layout: Layout, role: Trained) -> Passes:
+    shape, chosen = role.shape, layout.chosen
+    prompts, samples = (layout.config.actor_rollout_ref.actor.ppo_epochs * count for count in _share(layout))
+    mini_batches = _mini_batches(layout)
+    passes = mini_batches * _passes(layout, -(-samples // mini_batches))
+    batch = _batch(layout, prompts, samples, passes)
+    whole, forward = _factors(layout)
+    saved = _saved(layout, shape, batch, role.rank)
+    again = min(layout.recomputed, shape.layers) / shape.layers
+    backward = 1 if role.rank else 2
+    products = 1 + backward + (0.0 if chosen.recompute == "matmuls" else again)
+    weights = passes * _weight_bytes(layout, shape)
+    gradients = passes * layout.width * role.parameters
+    head = batch.positions if role.has_head else 0
+    return Passes(
+        # The head's logits are made again in the backward pass.
+        flops=products * _layer_flops(shape, batch) + (6 if role.rank else 8) * shape.table * head,
+        # Gradients of a pass are written, then read with the sum so far, and written into it.
+        traffic=(whole + again * forward) * saved
+        + (3 + again) * weights
+        + 4 * gradients
+        + LOGIT_TRAFFIC * 4 * shape.vocabulary * head,
+        launches=(2 + again) * passes * shape.layers,
+        forward=1 / (1 + backward + again),
+        leaving=_leaving(layout, shape, batch, role.rank),
+        beside=chosen.activation_offload == "async",
+        gradients=gradients if chosen.gradients == "host" else 0.0,
+        reduced=mini_batches * layout.width * role.parameters,
+    )
+
+
+def _leaving(layout: Layout, shape: Shape, batch: Batch, rank: int) -> float:
+    """Bytes of activations that wait on the host, over all passes."""
+    leaving = min(layout.leaving, shape.layers - 1)
+    if not leaving:
+        return 0.0
+    a = Pass(tokens=batch.tokens, positions=0, width=layout.width, compiled=layout.config.memory.compile, rank=rank)
+    recomputed, matmuls = min(layout.recomputed, shape.layers), layout.chosen.recompute == "matmuls"
+    whole = c.activations(shape, a, recomputed=recomputed, matmuls=matmuls, leaving=0).bytes
+    return whole * leaving / shape.layers

@@ -1,0 +1,62 @@
+"""What a run measured beside what was planned: told at its end, kept in plan.json, remembered for the next plan."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from contextlib import suppress
+
+from ullage.base.errors import WriteError
+from ullage.base.units import bytes_text
+from ullage.model.target import Target
+from ullage.planner.corrections import LEAST_BYTES, Corrections
+from ullage.run.machine import place_of
+from ullage.run.planning import MEASURED, Planned
+from ullage.telemetry.recorder import Recorder
+from ullage.telemetry.run_directory import RunDirectory, write_atomically
+from ullage.telemetry.writer import json_text
+
+
+def compare(planned: Planned, recorder: Recorder, directory: RunDirectory, target: Target) -> None:
+    """Of one rank, however the run ended. Fails at nothing: the run's own outcome is what counts."""
+    peaks = {name: recorder.peaks[name] for name in planned.bytes if recorder.peaks.get(name)}
+    if not peaks:
+        return
+    measured = {
+        name: {
+            "planned_bytes": planned.bytes[name],
+            "allocated_peak_bytes": peak,
+            "error_percent": round(100 * (planned.bytes[name] / peak - 1), 2),
+        }
+        for name, peak in peaks.items()
+    }
+    with suppress(WriteError, OSError, ValueError):  # a full disk, a folder that is gone
+        for line in table(measured):
+            recorder.event(line)
+        document = json.loads(directory.plan.read_text(encoding="utf-8")) | {"measured": measured}
+        write_atomically(directory.plan, json_text(document, indent=2) + "\n")
+    place, ratios = place_of(target, planned.config), corrections(planned, peaks)
+    if place is not None and ratios:
+        try:
+            Corrections().remember(place, ratios)
+        except WriteError as error:
+            with suppress(WriteError):
+                recorder.event(f"not remembered for the next plan: {error.cause}")
+
+
+def table(measured: Mapping[str, Mapping[str, float]]) -> list[str]:
+    lines = ["memory by phase: planned, measured, error of the plan"]
+    for name, row in measured.items():
+        sizes = f"{bytes_text(row['planned_bytes']):>10} {bytes_text(row['allocated_peak_bytes']):>10}"
+        lines.append(f"  {name:<14}{sizes} {row['error_percent']:>+7.1f} %")
+    return lines
+
+
+def corrections(planned: Planned, peaks: Mapping[str, int]) -> dict[str, float]:
+    """Measured over what the formulas said before they were corrected, of phases that are large enough to tell."""
+    found = {}
+    for name, peak in peaks.items():
+        scale = max((planned.scale.get(part, 1.0) for part in MEASURED.get(name, ())), default=1.0)
+        if planned.bytes[name] >= LEAST_BYTES:
+            found[name] = round(scale * peak / planned.bytes[name], 4)
+    return found
