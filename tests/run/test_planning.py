@@ -2,23 +2,29 @@
 
 import json
 from dataclasses import replace
+from functools import partial
 from types import SimpleNamespace
 
 import pytest
 import torch
 
 from ullage.base.communicator import Solo
-from ullage.base.errors import DoesNotFitError
-from ullage.config.settle import ACTOR_TOKENS, NUM_SLOTS, choices_of, open_keys, with_key
+from ullage.base.errors import DoesNotFitError, ModelError
+from ullage.config.settle import ACTOR_TOKENS, NUM_SLOTS, choices_of, open_keys, plain, with_key
 from ullage.config.tree import Config
 from ullage.model.target import Target
 from ullage.planner.components import CONTEXT
 from ullage.planner.corrections import Corrections
 from ullage.planner.model_shape import find_shape
+from ullage.planner.phases import Layout
+from ullage.run import traced_plan
 from ullage.run.comparison import compare
 from ullage.run.machine import find_machine
-from ullage.run.planning import Planned, find_model_shape, plan_together, prepare
+from ullage.run.planned import Planned
+from ullage.run.planning import find_model_shape, plan_together, prepare
 from ullage.run.planning_cpu import plan_on_cpu
+from ullage.run.predict import Prediction, predict_shallow
+from ullage.run.trace_phases import traced_target
 from ullage.telemetry.run_directory import RunDirectory
 
 GIB = 1 << 30
@@ -38,6 +44,20 @@ def h100(monkeypatch):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda device: (80 * GIB - CONTEXT, 80 * GIB))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda device: 0)
     monkeypatch.setattr("ullage.run.machine.host_memory", lambda: 512 * GIB)
+
+
+def forms(config, model, target, *, ratio=1.0):
+    """A trace that says what the closed forms say, or so many times that."""
+    closed = {phase.name: phase.allocated_bytes for phase in Layout(find_shape(model), config).phases()}
+    closed["update"] = max(closed["update"], closed.pop("optimizer_step"))
+    return Prediction(phases={name: round(ratio * closed[name]) for name in ("rollout", "logprob", "update")})
+
+
+@pytest.fixture(autouse=True)
+def trace(monkeypatch):
+    """Tracing takes seconds: most of these tests are about what is made of it."""
+    monkeypatch.setattr(traced_plan, "predict_shallow", forms)
+    monkeypatch.setattr(traced_plan, "predict", forms)
 
 
 @pytest.fixture
@@ -86,6 +106,46 @@ def test_a_plan_for_a_gpu(tmp_path, model):
     assert planned.bytes["update"] == max(allocated["update"], allocated["optimizer_step"])
     (note,) = planned.notes
     assert note.startswith(f"plan: fits: {found['binding_phase']} binds with ")
+
+
+def test_the_trace_of_what_was_chosen_is_what_is_planned(tmp_path, model, monkeypatch):
+    monkeypatch.setattr(traced_plan, "predict_shallow", predict_shallow)
+    small = {"hidden_size": 256, "num_attention_heads": 4, "intermediate_size": 512, "vocab_size": 1000}
+    (model / "config.json").write_text(json.dumps(json.loads((model / "config.json").read_text()) | small))
+    values = {key: value for key, value in plain(config_for(model), "cuda").items() if key.startswith("memory.")}
+    given = {key.removeprefix("memory."): value for key, value in values.items()}
+    config, directory = config_for(model, given), directory_in(tmp_path)
+    planned = plan_together(config, directory, GPU, Solo())
+    found = json.loads(directory.plan.read_text())
+    traced = predict_shallow(planned.config, str(model), traced_target((9, 0), 80 * GIB))
+    assert found["traced"]["phases"] == traced.phases
+    assert {name: planned.bytes[name] for name in ("rollout", "logprob", "update")} == {
+        name: size for name, size in traced.phases.items() if name != "load"
+    }
+    update = next(phase for phase in found["phases"] if phase["name"] == "update")
+    assert update["total_bytes"] == pytest.approx(1.03 * traced.phases["update"] + CONTEXT, abs=4)
+
+
+def test_a_trace_that_needs_more_than_the_forms_say_decides(tmp_path, model, monkeypatch):
+    config, directory = config_for(model, {"budget": "24GiB"}), directory_in(tmp_path)
+    by_forms = plan_together(config, directory, GPU, Solo())
+    directory.plan.unlink()
+    monkeypatch.setattr(traced_plan, "predict_shallow", partial(forms, ratio=1.4))
+    monkeypatch.setattr(traced_plan, "predict", partial(forms, ratio=1.4))
+    by_trace = plan_together(config, directory, GPU, Solo())
+    assert by_trace.config != by_forms.config
+    assert by_trace.bytes["update"] == forms(by_trace.config, str(model), None, ratio=1.4).phases["update"]
+    assert 1.03 * by_trace.bytes["update"] + CONTEXT < 24 * GIB < 1.4 * 1.03 * by_forms.bytes["update"]
+
+
+def test_a_model_that_cannot_be_traced_is_planned_by_forms(tmp_path, model, monkeypatch):
+    def fail(*_):
+        raise ModelError("no such layers", "give its folder")
+
+    monkeypatch.setattr(traced_plan, "predict_shallow", fail)
+    planned = plan_together(config_for(model), directory_in(tmp_path), GPU, Solo())
+    assert planned.notes[0] == "planned by closed forms, not traced: no such layers"
+    assert json.loads(directory_in(tmp_path).plan.read_text())["traced"] is None
 
 
 def test_the_next_plan_is_corrected_by_exactly_what_was_measured(tmp_path, model, cache):
@@ -212,6 +272,7 @@ def test_a_model_without_a_known_shape_goes_on_with_plain_values(tmp_path, model
 
 
 def test_formulas_that_fail_end_nothing(tmp_path, model, monkeypatch):
+    monkeypatch.setattr("ullage.run.traced_plan.plan", lambda *given, **named: 1 // 0)
     monkeypatch.setattr("ullage.run.planning.plan", lambda *given, **named: 1 // 0)
     notes = prepare(config_for(model), tmp_path / "plan.json", GPU, 1)
     assert notes == ["not planned: ZeroDivisionError: integer division or modulo by zero"]

@@ -11,7 +11,8 @@ from ullage.base.units import bytes_text
 from ullage.model.target import Target
 from ullage.planner.corrections import LEAST_BYTES, Corrections
 from ullage.run.machine import place_of
-from ullage.run.planning import MEASURED, Planned
+from ullage.run.planned import Planned
+from ullage.run.planning import MEASURED
 from ullage.telemetry.recorder import Recorder
 from ullage.telemetry.run_directory import RunDirectory, write_atomically
 from ullage.telemetry.writer import json_text

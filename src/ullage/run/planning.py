@@ -5,7 +5,6 @@ from __future__ import annotations
 import hashlib
 import json
 from collections.abc import Mapping
-from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -25,8 +24,11 @@ from ullage.planner.hardware import Machine
 from ullage.planner.model_shape import Shape, find_shape
 from ullage.planner.plan import Plan, plan
 from ullage.run.machine import find_machine, place_of
+from ullage.run.planned import Planned
 from ullage.run.planning_cpu import plan_on_cpu
+from ullage.run.predict import Prediction
 from ullage.run.refusal import refusal
+from ullage.run.traced_plan import traced_plan
 from ullage.telemetry.run_directory import RunDirectory, write_atomically
 from ullage.telemetry.writer import json_text
 
@@ -68,24 +70,6 @@ class Document(BaseModel):
     phases: list[Components]
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
-class Planned:
-    """What a rank takes from plan.json."""
-
-    config: Config
-    """With no key left open."""
-    capacity_bytes: int | None = None
-    """Of its device, as far as it may be used."""
-    bytes: Mapping[str, int] = field(default_factory=dict)
-    """By phase as it is measured."""
-    components: Mapping[str, Mapping[str, int]] = field(default_factory=dict)
-    """By phase as it is planned."""
-    scale: Mapping[str, float] = field(default_factory=dict)
-    """What earlier runs had measured over their plans, which this plan is corrected by."""
-    notes: tuple[str, ...] = ()
-    """For the user."""
-
-
 def plan_together(config: Config, directory: RunDirectory, target: Target, ranks: Communicator) -> Planned:
     """Rank 0 makes plan.json or keeps the one that is there; every rank settles by it. DoesNotFitError on all."""
     error: UllageError | None = None
@@ -119,20 +103,20 @@ def prepare(config: Config, file: Path, target: Target, ranks: int) -> list[str]
     scale, problem = _remembered(config, target)
     notes += problem
     try:
-        made = make_plan(find_model_shape(config), config, found.machine, scale)
+        made, traced, note = make_plan(find_model_shape(config), config, found.machine, target, scale)
     except DoesNotFitError:
         raise
     except Exception as error:  # noqa: BLE001 -- a model that the formulas do not know may well train
-        why = error.cause if isinstance(error, UllageError) else f"{type(error).__name__}: {error}"
-        return [*notes, _write_unplanned(file, config, target, ranks, found.capacity_bytes, why)]
+        return [*notes, _write_unplanned(file, config, target, ranks, found.capacity_bytes, _why(error))]
     document = made.as_json() | {
         "settings": {key: value_of(made.config, key) for key in open_keys(config)},
-        "planned_bytes": planned_bytes(made, scale),
+        "planned_bytes": planned_bytes(made, scale, traced),
+        "traced": None if traced is None else {"phases": traced.phases, "least_bytes": traced.least_bytes},
         "scale": scale,
         "made_for": _digest(config, target, ranks),
     }
     write_atomically(file, json_text(document, indent=2) + "\n")
-    return [*notes, f"plan: {made.verdict}"]
+    return [*notes, *note, f"plan: {made.verdict}"]
 
 
 def outdated(file: Path, config: Config, target: Target, ranks: int, capacity: int) -> str | None:
@@ -153,20 +137,37 @@ def outdated(file: Path, config: Config, target: Target, ranks: int, capacity: i
     return None
 
 
-def make_plan(shape: Shape, config: Config, machine: Machine, scale: Mapping[str, float]) -> Plan:
-    """The plan of a run that fits; DoesNotFitError with the cheapest fix where none does.
+def make_plan(
+    shape: Shape, config: Config, machine: Machine, target: Target, scale: Mapping[str, float]
+) -> tuple[Plan, Prediction | None, list[str]]:
+    """The plan of a run that fits, its trace on a GPU, and lines for the user.
 
-    On a CPU without a budget it may be tried as long as the weights fit: a host has swap, and the formulas are a GPU's.
+    DoesNotFitError with the cheapest fix where nothing fits. On a CPU without a budget it may be tried as long as the
+    weights fit: a host has swap, and the formulas are a GPU's.
     """
-    cpu = machine.gpu.kind == "cpu"
-    made = plan_on_cpu(shape, config, machine) if cpu else plan(shape, config, machine, scale=scale)
-    loads = made.phases[0].total_bytes <= machine.gpu.memory_bytes
-    if not made.fits and not (cpu and loads and config.memory.budget == AUTO):
+    traced, notes = None, []
+    if target.kind == "cpu":
+        made = plan_on_cpu(shape, config, machine)
+        loads = made.phases[0].total_bytes <= machine.gpu.memory_bytes
+        if not made.fits and not (loads and config.memory.budget == AUTO):
+            raise refusal(made)
+        return made, None, []
+    try:
+        found = traced_plan(shape, config, machine, target, scale)
+        made, traced = found.plan, found.traced
+    except Exception as error:  # noqa: BLE001 -- closed forms know models that cannot be built from what is here
+        notes = [f"planned by closed forms, not traced: {_why(error)}"]
+        made = plan(shape, config, machine, scale=scale)
+    if not made.fits:
         raise refusal(made)
-    return made
+    return made, traced, notes
 
 
-def planned_bytes(made: Plan, scale: Mapping[str, float]) -> dict[str, int]:
+def _why(error: Exception) -> str:
+    return error.cause if isinstance(error, UllageError) else f"{type(error).__name__}: {error}"
+
+
+def planned_bytes(made: Plan, scale: Mapping[str, float], traced: Prediction | None = None) -> dict[str, int]:
     """What each phase should measure: on a GPU what torch allocates, on a CPU the whole process."""
     whole = made.machine is not None and made.machine.gpu.kind == "cpu"
     sizes = {
@@ -175,7 +176,11 @@ def planned_bytes(made: Plan, scale: Mapping[str, float]) -> dict[str, int]:
         for phase in made.phases
     }
     parts = {name: [sizes[part] for part in parts if part in sizes] for name, parts in MEASURED.items()}
-    return {name: max(found) for name, found in parts.items() if found}
+    planned = {name: max(found) for name, found in parts.items() if found}
+    if traced is not None:
+        seen = {name: size for name, size in traced.phases.items() if name in planned}
+        planned |= {name: round(size * scale.get(name, 1.0)) for name, size in seen.items()}
+    return planned
 
 
 # --- models ---

@@ -13,7 +13,7 @@ from ullage.config.tree import Config
 from ullage.engine.measure import MemoryProbe
 from ullage.engine.replay import Replays
 from ullage.model.target import Target, find_target
-from ullage.run.planning import Planned
+from ullage.run.planned import Planned
 from ullage.telemetry.recorder import Recorder
 from ullage.telemetry.run_directory import RunDirectory
 from ullage.telemetry.view import View
