@@ -9,10 +9,11 @@ import torch
 from ullage.bench.fit import CASES, case_config
 from ullage.bench.shapes import shape_config
 from ullage.config.load import load_mapping
-from ullage.config.settle import plainly
+from ullage.config.settle import ACTOR_TOKENS, plainly, with_key
 from ullage.model.target import Target
 from ullage.planner.allocator import replay
 from ullage.planner.model_shape import find_shape
+from ullage.planner.phases import Layout
 from ullage.run import predict as predicting
 from ullage.run.predict import architecture_of, predict, predict_shallow, trace_step, with_layers
 from ullage.run.rehearsal import Rehearsal
@@ -160,3 +161,16 @@ def test_a_cache_that_outgrows_the_gradients_is_no_line(shapes, monkeypatch):
     config = config_of()
     assert [trace_step(config, with_layers(deep, depth), H200).lends for depth in (2, 12)] == [True, False]
     assert predict_shallow(config, "deep", H200).phases == predict(config, "deep", H200).phases
+
+
+def test_compiled_layers_are_corrected_by_formula_and_say_so_nowhere_else():
+    eager = config_of(memory__recompute="none", actor_rollout_ref__rollout__max_num_seqs=4)
+    eager = with_key(with_key(eager, "data.max_response_length", 2000), ACTOR_TOKENS, 8192)
+    compiled = with_key(eager, "memory.compile", True)
+    plain, fewer = (predict_shallow(config, "Qwen2.5-0.5B", H200).phases for config in (eager, compiled))
+    shape = find_shape("Qwen2.5-0.5B")
+    forms = [{p.name: p.allocated_bytes for p in Layout(shape, config).phases()} for config in (eager, compiled)]
+    assert plain["update"] - fewer["update"] == forms[0]["update"] - forms[1]["update"] > 2**30
+    assert {name: plain[name] for name in ("rollout", "logprob")} == {
+        name: fewer[name] for name in ("rollout", "logprob")
+    }

@@ -14,6 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from ullage.base.errors import ModelError
+from ullage.config.settle import with_key
 from ullage.config.tree import Config
 from ullage.engine.optimizer import Optimizer
 from ullage.engine.placement import Piece
@@ -21,6 +22,7 @@ from ullage.engine.streams import hollow_bytes
 from ullage.model.load import PACKAGED, guard, source_of
 from ullage.planner.allocator import extrapolate, least_capacity, replay
 from ullage.planner.model_shape import Shape, find_shape
+from ullage.planner.phases import Layout
 from ullage.run import trace
 from ullage.run.rehearsal import Rehearsal
 from ullage.run.trace_phases import TracedTarget, record_phases
@@ -51,11 +53,13 @@ def predict(config: Config, model: str, target: TracedTarget) -> Prediction:
     """By a trace through every layer: about ten seconds for a model of 7B. The config is settled."""
     found = trace_step(config, architecture_of(model), target, critic=_critic_of(config))
     events = found.trace.events
+    # Of what follows, only the allocated bytes know that layers are compiled.
+    saved = _compiled(config, model)
     peaks = {phase: peak.allocated for phase, peak in replay(events).items() if phase}
     return Prediction(
-        phases=peaks,
+        phases={phase: peak - saved.get(phase, 0) for phase, peak in peaks.items()},
         components={phase: found.trace.components(phase) for phase in peaks},
-        least_bytes=least_capacity(events),
+        least_bytes=least_capacity(events) - max(saved.values(), default=0),
         host_bytes=found.host_bytes,
     )
 
@@ -78,8 +82,9 @@ def predict_shallow(config: Config, model: str, target: TracedTarget) -> Predict
     if {low.lends, high.lends} != {cache <= lendable}:  # a step in what is otherwise a line
         return predict(config, model, target)
     peaks = extrapolate(dict(zip(DEPTHS, (low.trace.events, high.trace.events), strict=True)), layers)
+    saved = _compiled(config, model)
     return Prediction(
-        phases={phase: peak for phase, peak in peaks.items() if phase},
+        phases={phase: peak - saved.get(phase, 0) for phase, peak in peaks.items() if phase},
         host_bytes=at_depth(low.host_bytes, high.host_bytes),
     )
 
@@ -103,6 +108,8 @@ def trace_step(
     config: Config, architecture: PretrainedConfig, target: TracedTarget, *, critic: PretrainedConfig | None = None
 ) -> TracedStep:
     """What a step of the run allocates."""
+    for key in ("memory.compile", "memory.liger"):  # kernels that are made, or run, on a GPU alone
+        config = with_key(config, key, False)
     gc.collect()  # of an earlier trace nothing may be left
     before = hollow_bytes()
     host = lendable = cache = 0
@@ -166,6 +173,18 @@ def with_layers(architecture: PretrainedConfig, layers: int) -> PretrainedConfig
     made = type(architecture).from_dict(numbers)
     assert isinstance(made, PretrainedConfig), "of the same kind"
     return made
+
+
+def _compiled(config: Config, model: str) -> dict[str, int]:
+    """What compiled layers keep less, by phase: by a formula fitted to measurements, since no trace sees it."""
+    if not config.memory.compile:
+        return {}
+    shape = find_shape(model)
+    eager, compiled = (
+        {phase.name: phase.allocated_bytes for phase in Layout(shape, with_key(config, "memory.compile", on)).phases()}
+        for on in (False, True)
+    )
+    return {name: max(0, size - compiled[name]) for name, size in eager.items() if name in ("update", "update_critic")}
 
 
 def _depth(architecture: PretrainedConfig) -> int:
