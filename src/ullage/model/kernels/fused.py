@@ -1,0 +1,114 @@
+"""What lies between a decoder's matrix products as few operators: norms, rotary embeddings, the gate of the MLP.
+
+Numbers are rounded where the layers of `transformers` round them, so that an engine on these and a trainer on those
+differ by the order of sums alone. The kernels are in `fused_triton.py`. Shapes: S tokens, D hidden, H heads,
+K key-value heads, d head size.
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+
+@torch.library.custom_op("ullage::add_norm", mutates_args=())
+def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """`x + residual` [S, D], and its root-mean-square norm."""
+    if x.device.type == "cpu":
+        total = x + residual
+        return total, norm_plain(total, weight, eps)
+    from ullage.model.kernels.fused_triton import add_norm_into  # a trace needs only shapes
+
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    add_norm_into(total, normed, x, residual, weight, eps)
+    return total, normed
+
+
+@add_norm.register_fake
+def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    del residual, weight, eps
+    return torch.empty_like(x), torch.empty_like(x)
+
+
+@torch.library.custom_op("ullage::gate", mutates_args=())
+def gate(gated: Tensor, up: Tensor) -> Tensor:
+    """`silu(gated) * up`."""
+    if gated.device.type == "cpu":
+        return functional.silu(gated) * up
+    from ullage.model.kernels.fused_triton import gate_into
+
+    out = torch.empty_like(up)
+    gate_into(out, gated, up)
+    return out
+
+
+@gate.register_fake
+def _(gated: Tensor, up: Tensor) -> Tensor:
+    del gated
+    return torch.empty_like(up)
+
+
+@torch.library.custom_op("ullage::rotate_and_store", mutates_args=("arena",))
+def rotate_and_store(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    arena: Tensor,
+    layer: int,
+    places: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    """Rotated queries [S, H, d]; rotated keys, and values, go to their places in a layer of the arena.
+
+    Queries, keys and values are the projections, [S, heads * d]; a norm of queries or keys is applied to every head.
+    """
+    heads = query.shape[1] // cos.shape[1]
+    if query.device.type == "cpu":
+        query, key, value = (x.unflatten(1, (-1, cos.shape[1])) for x in (query, key, value))
+        flat = arena[layer].flatten(1, 2)  # [2, pages * page_size, K, d]
+        flat[0].index_copy_(0, places, rotated_plain(key, cos, sin, key_norm, eps))
+        flat[1].index_copy_(0, places, value)
+        return rotated_plain(query, cos, sin, query_norm, eps)
+    from ullage.model.kernels.fused_triton import rotate_and_store_into
+
+    out = query.new_empty(query.shape[0], heads, cos.shape[1])
+    rotate_and_store_into(out, query, key, value, cos, sin, arena, layer, places, query_norm, key_norm, eps)
+    return out
+
+
+@rotate_and_store.register_fake
+def _(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    arena: Tensor,
+    layer: int,
+    places: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+) -> Tensor:
+    del key, value, sin, arena, layer, places, query_norm, key_norm, eps
+    return query.new_empty(query.shape[0], query.shape[1] // cos.shape[1], cos.shape[1])
+
+
+def norm_plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """Over the last dimension, in float32 but for the weight."""
+    wide = x.float()
+    scaled = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + eps)
+    return weight * scaled.to(x.dtype)
+
+
+def rotated_plain(x: Tensor, cos: Tensor, sin: Tensor, weight: Tensor | None, eps: float) -> Tensor:
+    """[S, heads, d] after its norm, if it has one; the two halves of a head are the parts of complex numbers."""
+    if weight is not None:
+        x = norm_plain(x, weight, eps)
+    first, second = x.chunk(2, dim=-1)
+    return x * cos[:, None] + torch.cat([-second, first], dim=-1) * sin[:, None]

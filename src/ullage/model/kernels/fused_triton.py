@@ -1,0 +1,126 @@
+"""The kernels of `kernels/fused.py`: one program for a row, for a stretch of one, or for one head of one token."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+from torch import Tensor
+
+GATE_BLOCK = 1024
+
+
+@triton.jit
+def _add_norm(  # noqa: ANN202 -- Triton's own types
+    total, normed, x, residual, weight, eps, width,  # noqa: ANN001
+    block: tl.constexpr,
+):  # fmt: skip
+    row = tl.program_id(0).to(tl.int64) * width
+    place = tl.arange(0, block)
+    inside = place < width
+    narrow = total.dtype.element_ty
+    a = tl.load(x + row + place, mask=inside, other=0.0).to(tl.float32)
+    b = tl.load(residual + row + place, mask=inside, other=0.0).to(tl.float32)
+    added = (a + b).to(narrow)
+    tl.store(total + row + place, added, mask=inside)
+    wide = added.to(tl.float32)
+    scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
+    scaled = (wide * scale).to(narrow).to(tl.float32)
+    w = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+    tl.store(normed + row + place, (w * scaled).to(narrow), mask=inside)
+
+
+@triton.jit
+def _gate(out, gated, up, size, block: tl.constexpr):  # noqa: ANN001, ANN202
+    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
+    inside = place < size
+    g = tl.load(gated + place, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+    narrow = out.dtype.element_ty
+    silu = (g * tl.sigmoid(g)).to(narrow).to(tl.float32)
+    tl.store(out + place, (silu * u).to(narrow), mask=inside)
+
+
+@triton.jit
+def _rotate(  # noqa: ANN202
+    source, target, c1, c2, s1, s2, weight, eps, place, inside,  # noqa: ANN001
+    half: tl.constexpr, has_norm: tl.constexpr,
+):  # fmt: skip
+    narrow = target.dtype.element_ty
+    first = tl.load(source + place, mask=inside, other=0.0).to(tl.float32)
+    second = tl.load(source + half + place, mask=inside, other=0.0).to(tl.float32)
+    if has_norm:
+        scale = tl.rsqrt((tl.sum(first * first, 0) + tl.sum(second * second, 0)) / (2 * half) + eps)
+        w1 = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
+        w2 = tl.load(weight + half + place, mask=inside, other=0.0).to(tl.float32)
+        first = (w1 * (first * scale).to(narrow).to(tl.float32)).to(narrow).to(tl.float32)
+        second = (w2 * (second * scale).to(narrow).to(tl.float32)).to(narrow).to(tl.float32)
+    left = (first * c1).to(narrow).to(tl.float32) + (-second * s1).to(narrow).to(tl.float32)
+    right = (second * c2).to(narrow).to(tl.float32) + (first * s2).to(narrow).to(tl.float32)
+    tl.store(target + place, left.to(narrow), mask=inside)
+    tl.store(target + half + place, right.to(narrow), mask=inside)
+
+
+@triton.jit
+def _rotate_and_store(  # noqa: ANN202
+    out, query, key, value, cos, sin, arena, places, query_norm, key_norm,  # noqa: ANN001
+    eps, layer, layer_stride, kind_stride,  # noqa: ANN001
+    groups: tl.constexpr, kv_heads: tl.constexpr, half: tl.constexpr, block: tl.constexpr, has_norm: tl.constexpr,
+):  # fmt: skip
+    # One token and one key-value head, with the heads of queries that read it.
+    token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
+    size = 2 * half
+    place = tl.arange(0, block)
+    inside = place < half
+    turn = token * size + place
+    c1 = tl.load(cos + turn, mask=inside, other=0.0).to(tl.float32)
+    c2 = tl.load(cos + turn + half, mask=inside, other=0.0).to(tl.float32)
+    s1 = tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
+    s2 = tl.load(sin + turn + half, mask=inside, other=0.0).to(tl.float32)
+    for i in tl.static_range(groups):
+        own = (token * kv_heads + head) * (groups * size) + i * size
+        _rotate(query + own, out + own, c1, c2, s1, s2, query_norm, eps, place, inside, half, has_norm)
+    own = (token * kv_heads + head) * size
+    slot = arena + layer * layer_stride + (tl.load(places + token).to(tl.int64) * kv_heads + head) * size
+    _rotate(key + own, slot, c1, c2, s1, s2, key_norm, eps, place, inside, half, has_norm)
+    slot += kind_stride
+    tl.store(slot + place, tl.load(value + own + place, mask=inside), mask=inside)
+    tl.store(slot + half + place, tl.load(value + own + half + place, mask=inside), mask=inside)
+
+
+def add_norm_into(total: Tensor, normed: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+    rows, width = x.shape
+    block = triton.next_power_of_2(width)
+    _add_norm[(rows,)](
+        total, normed, x, residual, weight, eps, width, block=block, num_warps=min(16, max(1, block // 512))
+    )
+
+
+def gate_into(out: Tensor, gated: Tensor, up: Tensor) -> None:
+    size = up.numel()
+    _gate[(triton.cdiv(size, GATE_BLOCK),)](out, gated, up, size, block=GATE_BLOCK, num_warps=4)
+
+
+def rotate_and_store_into(
+    out: Tensor,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    arena: Tensor,
+    layer: int,
+    places: Tensor,
+    query_norm: Tensor | None,
+    key_norm: Tensor | None,
+    eps: float,
+) -> None:
+    """Both norms, or none: what architectures have."""
+    tokens, heads, size = out.shape
+    kv_heads, half = key.shape[1] // size, size // 2
+    _rotate_and_store[(tokens, kv_heads)](
+        out, query, key, value, cos, sin, arena, places,
+        out if query_norm is None else query_norm, out if key_norm is None else key_norm,
+        eps, layer, arena.stride(0), arena.stride(1),
+        groups=heads // kv_heads, kv_heads=kv_heads, half=half, block=triton.next_power_of_2(half),
+        has_norm=query_norm is not None, num_warps=1,
+    )  # fmt: skip

@@ -1,0 +1,144 @@
+"""The fused layers of the Llama family against the layers of transformers, and their kernels against plain torch."""
+
+import pytest
+import torch
+from transformers import AutoConfig
+
+from ullage.model.attention import Extras, Span
+from ullage.model.fast_decoder import FastDecoder, supports
+from ullage.model.kernels import fused
+from ullage.model.kernels.paged import paged_attention
+from ullage.model.lora import Settings, new_adapter
+from ullage.model.random_weights import random_model
+from ullage.model.target import Target
+from ullage.rollout.embedded.layouts import DecodeLayout, PrefillLayout
+
+CPU = Target("cpu", 0, (0, 0), 8 << 30)
+PAGE = 16
+SIZES = {
+    "hidden_size": 48,
+    "intermediate_size": 80,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "head_dim": 16,
+    "vocab_size": 96,
+    "tie_word_embeddings": True,
+}
+
+
+def make(kind, **options):
+    model = random_model(AutoConfig.for_model(kind, **(SIZES | options)), CPU, dtype=torch.float32)
+    torch.manual_seed(3)
+    with torch.no_grad():
+        for name, parameter in model.module.named_parameters():
+            if "norm" in name or name.endswith("bias"):  # ones and zeros would hide a mistake
+                parameter.copy_(torch.rand_like(parameter) + 0.5)
+    return model
+
+
+def prefilled(model, lengths):
+    """An arena with the keys and values of random prompts, the table of their pages, and their next tokens."""
+    layers, heads, size = model.cache_shape
+    pages = max(lengths) // PAGE + 1
+    arena = torch.full((layers, 2, pages * len(lengths), PAGE, heads, size), float("nan"))
+    table = torch.arange(pages * len(lengths)).view(len(lengths), pages)
+    ids = torch.randint(0, 96, (sum(lengths) + len(lengths),), generator=torch.Generator().manual_seed(1))
+    spans, places, positions, start = [], [], [], 0
+    for row, length in enumerate(lengths):
+        spans.append(Span(start, length, ()))
+        places += [int(table[row, i // PAGE]) * PAGE + i % PAGE for i in range(length)]
+        positions += range(length)
+        start += length
+    layout = PrefillLayout(spans, arena, torch.tensor(places), CPU)
+    model.hidden(ids[None, :start], torch.tensor(positions)[None], layout)
+    return arena, table, ids[start:]
+
+
+CASES = {
+    "llama": ("llama", {}),
+    "mistral, window": ("mistral", {"sliding_window": 7}),
+    "qwen2, biases": ("qwen2", {}),
+    "qwen3, norms of queries and keys": ("qwen3", {}),
+}
+
+
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_hidden_states_are_those_of_transformers(name):
+    kind, options = CASES[name]
+    model, lengths = make(kind, **options), (1, 15, 16, 33)
+    assert supports(model)
+    arena, table, ids = prefilled(model, lengths)
+    cached = torch.tensor(lengths)
+    places = table.gather(1, (cached // PAGE)[:, None])[:, 0] * PAGE + cached % PAGE
+    other = arena.clone()
+    layout = DecodeLayout(other, places, table, cached + 1, CPU)
+    want = model.hidden(ids[None], cached[None], layout)
+
+    def attend(layer, query, extras):
+        return paged_attention(query, arena, layer, table, cached + 1, extras.scaling, extras.window, True)
+
+    got = FastDecoder(model).hidden(ids, cached, arena, places, attend)
+    torch.testing.assert_close(got, want, rtol=0, atol=5e-6)
+    torch.testing.assert_close(arena, other, rtol=0, atol=5e-6, equal_nan=True)
+    assert not torch.equal(got[0], got[1])
+
+
+@torch.no_grad()
+def test_adapters_are_applied():
+    model = make("qwen2")
+    adapter = new_adapter(model.module, Settings(rank=4, alpha=8), ["all-linear"], 1)
+    adapted = model.adapted("actor", adapter)
+    for name, parameter in adapted.named_parameters():
+        parameter.copy_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(len(name))) * 0.1)
+    arena, table, ids = prefilled(adapted, (5, 9))
+    cached = torch.tensor((5, 9))
+    places = table[:, 0] * PAGE + cached
+    layout = DecodeLayout(arena.clone(), places, table, cached + 1, CPU)
+    want = adapted.hidden(ids[None], cached[None], layout)
+
+    def attend(layer, query, extras):
+        return paged_attention(query, arena, layer, table, cached + 1, extras.scaling, extras.window, True)
+
+    got = FastDecoder(adapted).hidden(ids, cached, arena, places, attend)
+    torch.testing.assert_close(got, want, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("kind", "options"),
+    [
+        ("gemma2", {"query_pre_attn_scalar": 16}),
+        ("llama", {"hidden_act": "gelu"}),
+        ("llama", {"rope_parameters": {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}}),
+    ],
+)
+def test_other_layers_are_left_to_transformers(kind, options):
+    assert not supports(make(kind, **options))
+
+
+def test_extras_of_the_family_are_scale_and_window_alone():
+    seen = []
+    model = make("mistral", sliding_window=7)
+    arena, table, ids = prefilled(model, (3,))
+    cached = torch.tensor([3])
+
+    def attend(layer, query, extras):
+        seen.append((layer, extras))
+        return torch.zeros_like(query)
+
+    FastDecoder(model).hidden(ids, cached, arena, table[:, 0] * PAGE + cached, attend)
+    assert seen == [(layer, Extras(16**-0.5, 7, None, None)) for layer in range(3)]
+
+
+def test_shapes_without_bytes():
+    """What a trace sees of the operators."""
+    x = torch.empty(5, 48, device="meta", dtype=torch.bfloat16)
+    total, normed = fused.add_norm(x, x, x[0], 1e-6)
+    assert (total.shape, normed.dtype) == ((5, 48), torch.bfloat16)
+    cos = torch.empty(5, 16, device="meta", dtype=torch.bfloat16)
+    arena = torch.empty(1, 2, 4, PAGE, 2, 16, device="meta", dtype=torch.bfloat16)
+    places = torch.empty(5, device="meta", dtype=torch.long)
+    out = fused.rotate_and_store(x, x[:, :32], x[:, :32], cos, cos, arena, 0, places, None, None, 0.0)
+    assert (out.shape, out.device.type) == ((5, 3, 16), "meta")
+    assert fused.gate(x, x).shape == x.shape
