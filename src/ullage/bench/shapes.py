@@ -40,8 +40,10 @@ SHAPES: dict[str, dict[str, Any]] = {
     "14B": _qwen2(5120, 13824, 48, 40, 8, 152064, tied=False),
     "32B": _qwen2(5120, 27648, 64, 40, 8, 152064, tied=False),
     "8B": _qwen2(4096, 12288, 36, 32, 8, 151936, tied=False) | {"model_type": "qwen3", "head_dim": 128},
+    "Qwen3-0.6B": _qwen2(1024, 3072, 28, 16, 8, 151936, tied=True) | {"model_type": "qwen3", "head_dim": 128},
+    "Qwen3-1.7B": _qwen2(2048, 6144, 28, 16, 8, 151936, tied=True) | {"model_type": "qwen3", "head_dim": 128},
 }
-"""Qwen2.5's, and Qwen3-8B's, as their config.json files give them."""
+"""Qwen2.5's, and Qwen3's (8B and those with its name), as their config.json files give them."""
 
 
 def shape_config(name: str) -> PretrainedConfig:

@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 
 HELP = "measure speed and memory on this machine"
 PARTS = ("speed", "peers", "head", "levers", "state", "activations", "fit", "endurance", "replay")
+ROLLOUT_PARTS = ("batch", "ragged", "groups", "tiny")
 MEMORY_PARTS = ("predict", "measure", "caps")
 RESULTS = Path("benchmarks/results")
 SIZES = {"0.5B": (32768, 32768), "1.5B": (32768, 32768), "7B": (16384, 16384)}
@@ -31,6 +32,11 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     update.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     update.add_argument("--shapes", nargs="+", metavar="SHAPE", help="models: 0.5B 1.5B 3B 7B 8B 14B 32B, or tiny")
     update.add_argument("--cases", nargs="+", metavar="CASE", help="of fit: 3B 8B 14B 32B '7B QLoRA' '32B LoRA'")
+    rollout = _what(whats, "rollout", "the rollout engine beside Hugging Face's generate and the roofline")
+    rollout.add_argument(
+        "--only", nargs="+", choices=ROLLOUT_PARTS, metavar="PART", help=f"{', '.join(ROLLOUT_PARTS)}; default: all"
+    )
+    rollout.add_argument("--shapes", nargs="+", metavar="SHAPE", help="only these models of a part")
     memory = _what(whats, "memory", "the planner: random configs, predicted, then measured, then run under caps")
     memory.add_argument("--configs", type=_count, metavar="N", help="how many; default: 60, without a GPU 3")
     memory.add_argument(
@@ -57,7 +63,7 @@ def _count(text: str) -> int:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     del overrides
-    return _memory(arguments) if arguments.what == "memory" else _update(arguments)
+    return {"memory": _memory, "rollout": _rollout, "update": _update}[arguments.what](arguments)
 
 
 def _update(arguments: argparse.Namespace) -> int:
@@ -74,6 +80,30 @@ def _update(arguments: argparse.Namespace) -> int:
             found[part].append(row)
             report.write(out, target, command, found)  # after each row, so that nothing measured is lost
             say(f"{part}: {json.dumps(row)}")
+        say(f"{part}\n{report.table(found[part])}\n")
+    if arguments.json:
+        print(json.dumps(found))
+    say(f"written: {out}")
+    return 0
+
+
+def _rollout(arguments: argparse.Namespace) -> int:
+    from ullage.bench import report, rollout
+    from ullage.model.target import find_target
+
+    target = find_target("auto", 0)
+    small = target.kind == "cpu"
+    out = arguments.out or RESULTS / f"rollout_{target.kind}.json"
+    parts = arguments.only or (["tiny"] if small else [part for part in ROLLOUT_PARTS if part != "tiny"])
+    command = "ullage bench rollout --only " + " ".join(parts)
+    found: dict[str, Any] = {part: [] for part in parts}
+    for part in parts:
+        for work in rollout.WORKLOADS[part]():
+            if arguments.shapes is None or work.shape in arguments.shapes:
+                for row in rollout.measured(work, target, rounds=1 if small else 3):
+                    found[part].append(row)
+                    report.write(out, target, command, found)
+                    say(f"{part}: {json.dumps(row)}")
         say(f"{part}\n{report.table(found[part])}\n")
     if arguments.json:
         print(json.dumps(found))

@@ -1,0 +1,240 @@
+"""The rollout engine beside Hugging Face's `generate` and the roofline: same weights, same prompts, taking turns."""
+
+from __future__ import annotations
+
+import random
+import statistics
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, replace
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from ullage.base.seeds import derive
+from ullage.bench.clock import free, synchronize
+from ullage.bench.report import GIB
+from ullage.bench.roofline import H200, Ceiling, cache_bytes, decode_seconds, prefill_seconds
+from ullage.bench.shapes import shape_config, shaped_model
+from ullage.model.language_model import LanguageModel
+from ullage.model.random_weights import random_module
+from ullage.model.target import Target
+from ullage.rollout.embedded.engine import Engine
+from ullage.rollout.sampling import GroupRequest, Sample, Sampling
+
+WARM_CALLS = 2
+"""Calls that are not counted: kernels are compiled, graphs captured, attention planned for each new length."""
+COMPARED = 16
+"""Sequences whose log-probs are held against float32."""
+SCORED = 32
+"""Tokens of each, where a peer is asked for them apart."""
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Workload:
+    """Prompts and how long their completions are."""
+
+    shape: str
+    prompts: tuple[int, ...]
+    """Tokens of each."""
+    responses: tuple[int, ...]
+    """Tokens of the completions of each prompt."""
+    samples: int = 1
+    """Of each prompt."""
+    peer: bool = False
+    """Beside Hugging Face's `generate`, which needs equal lengths."""
+
+    @property
+    def drawn(self) -> int:
+        return self.samples * sum(self.responses)
+
+
+def batch(shape: str, count: int = 256, prompt: int = 128, response: int = 256) -> Workload:
+    """Distinct prompts of one length, as a plain `generate` likes it best."""
+    return Workload(shape=shape, prompts=(prompt,) * count, responses=(response,) * count, peer=True)
+
+
+def ragged(shape: str, count: int = 256, least: int = 100, most: int = 1024) -> Workload:
+    """nano-vllm's benchmark: prompts and completions of any length between two, all of them likely."""
+    chance = random.Random(0)
+    lengths = [(chance.randint(least, most), chance.randint(least, most)) for _ in range(count)]
+    return Workload(shape=shape, prompts=tuple(p for p, _ in lengths), responses=tuple(r for _, r in lengths))
+
+
+def groups(shape: str, count: int = 32, samples: int = 16, prompt: int = 512, response: int = 512) -> Workload:
+    """What GRPO asks for."""
+    return Workload(shape=shape, prompts=(prompt,) * count, responses=(response,) * count, samples=samples)
+
+
+WORKLOADS: dict[str, Callable[[], list[Workload]]] = {
+    "batch": lambda: [batch(shape) for shape in ("0.5B", "1.5B", "7B")],
+    "ragged": lambda: [ragged(shape) for shape in ("Qwen3-0.6B", "8B")],
+    "groups": lambda: [groups("Qwen3-1.7B")],
+    "tiny": lambda: [
+        batch("tiny", 4, 8, 6),
+        ragged("tiny", 4, 2, 12),
+        groups("tiny", 2, 3, 20, 6),
+    ],
+}
+"""By part of the benchmark."""
+
+
+def measured(work: Workload, target: Target, *, rounds: int = 3, ceiling: Ceiling = H200) -> Iterator[dict[str, Any]]:
+    """Rows of one workload: ours, and the peer where there is one; each the median of its rounds."""
+    free(target)
+    model = shaped_model(work.shape, target)
+    contest = Contest(work, model, target)
+    contenders: dict[str, Callable[[], list[Sample]]] = {"ullage": contest.ours}
+    if work.samples > 1:
+        contenders["ullage, prompts apart"] = contest.apart
+    if work.peer:
+        contenders["generate"] = contest.generate
+    times: dict[str, list[float]] = {name: [] for name in contenders}
+    found: dict[str, list[Sample]] = {}
+    for turn in range(WARM_CALLS + rounds):
+        for name, draw in contenders.items():
+            began = time.perf_counter()
+            found[name] = draw()
+            synchronize(target)
+            if turn >= WARM_CALLS:
+                times[name].append(time.perf_counter() - began)
+    floor = contest.floor_seconds(ceiling)
+    for name, seconds in times.items():
+        taken = statistics.median(seconds)
+        yield {
+            "shape": work.shape,
+            "workload": contest.text,
+            "engine": name,
+            "seconds": round(taken, 4),
+            "tokens_per_s": round(work.drawn / taken),
+            "of_roofline_percent": round(100 * floor / taken, 1) if target.kind == "cuda" else None,
+            "kv_bytes_a_token": cache_bytes(model.module.config),
+            "arena_gib": round(contest.arena_bytes(name) / GIB, 3),
+            "peak_gib": round(contest.peak(contenders[name]) / GIB, 2),
+            "logprob_gap": contest.gap(found[name]),
+        }
+
+
+class Contest:
+    """One model, and everybody who generates with it."""
+
+    def __init__(self, work: Workload, model: LanguageModel, target: Target) -> None:
+        self.work, self.model, self.target = work, model, target
+        vocabulary = model.module.config.get_text_config().vocab_size
+        generator = torch.Generator().manual_seed(1)
+        self.prompts = [
+            tuple(torch.randint(10, vocabulary, (length,), generator=generator).tolist()) for length in work.prompts
+        ]
+        longest = max(p + r for p, r in zip(work.prompts, work.responses, strict=True))
+        slots = min(256 if work.samples == 1 else 512, len(self.prompts) * work.samples)
+        self.engine = Engine(model, slots=slots, max_length=longest)
+        # Hugging Face's attention, over the same weights.
+        self.peer = self._twin() if work.peer else None
+
+    @property
+    def text(self) -> str:
+        p, r = self.work.prompts, self.work.responses
+        lengths = f"{min(p)}-{max(p)} + {min(r)}-{max(r)}" if len({*p, *r}) > 2 else f"{p[0]} + {r[0]}"
+        each = f" x {self.work.samples}" if self.work.samples > 1 else ""
+        return f"{len(p)}{each} x ({lengths})"
+
+    def ours(self) -> list[Sample]:
+        return self._draw([(prompt, self.work.samples, length) for prompt, length in self._pairs()])
+
+    def apart(self) -> list[Sample]:
+        """Every sample with a prompt of its own, as if nobody knew that they are the same."""
+        wanted = [(prompt, 1, length) for prompt, length in self._pairs() for _ in range(self.work.samples)]
+        return [replace(sample, group=sample.group // self.work.samples) for sample in self._draw(wanted)]
+
+    def generate(self) -> list[Sample]:
+        return self._generate(self.prompts, self.work.responses[0], scored=False)
+
+    def _generate(self, prompts: list[tuple[int, ...]], length: int, *, scored: bool) -> list[Sample]:
+        assert self.peer is not None, "asked for"
+        ids = torch.tensor(prompts, device=self.target.device)
+        out: Any = self.peer.generate(
+            ids,
+            attention_mask=torch.ones_like(ids),
+            do_sample=True,
+            top_k=0,
+            top_p=1.0,
+            temperature=1.0,
+            max_new_tokens=length,
+            min_new_tokens=length,
+            return_dict_in_generate=True,
+            output_logits=scored,
+            pad_token_id=0,
+        )
+        tokens = out.sequences[:, ids.shape[1] :]
+        logprobs: list[list[float]] = [[] for _ in prompts]
+        if scored:
+            logits = torch.stack(out.logits, dim=1).float().log_softmax(-1)
+            logprobs = logits.gather(-1, tokens[..., None])[..., 0].tolist()
+        return [_sample(i, tuple(row), tuple(logprobs[i])) for i, row in enumerate(tokens.tolist())]
+
+    def floor_seconds(self, ceiling: Ceiling) -> float:
+        """All sequences at once; prompts of a group are computed once."""
+        config, work = self.model.module.config, self.work
+        prompts = [length for length in work.prompts for _ in range(work.samples)]
+        responses = [length for length in work.responses for _ in range(work.samples)]
+        return decode_seconds(config, prompts, responses, ceiling) + prefill_seconds(config, work.prompts, ceiling)
+
+    def arena_bytes(self, name: str) -> int:
+        """Of the cache that the most pages in use at once take."""
+        return 0 if name == "generate" else self.engine.pages.arena.nbytes
+
+    def peak(self, draw: Callable[[], list[Sample]]) -> int:
+        if self.target.kind != "cuda":
+            return 0
+        torch.cuda.reset_peak_memory_stats(self.target.device)
+        draw()
+        return int(torch.cuda.max_memory_allocated(self.target.device))
+
+    @torch.no_grad()
+    def gap(self, samples: list[Sample]) -> float:
+        """Mean distance of the log-probs that an engine gives to those of the same weights in float32."""
+        known = samples[:COMPARED]
+        if not known[0].logprobs:  # to ask for them would cost a peer time
+            known = self._generate(self.prompts[:COMPARED], min(SCORED, self.work.responses[0]), scored=True)
+        module = random_module(shape_config(self.work.shape), torch.float32, self.target.device, implementation="sdpa")
+        for wide, narrow in zip(module.parameters(), self.model.module.parameters(), strict=True):
+            wide.copy_(narrow)
+        distances = [self._distance(module, sample) for sample in known]
+        return round(float(torch.cat(distances).mean()), 6)
+
+    def _distance(self, module: Any, sample: Sample) -> Tensor:  # noqa: ANN401 -- any architecture's
+        prompt = self.prompts[sample.group % len(self.prompts)]
+        ids = torch.tensor([*prompt, *sample.token_ids], device=self.target.device)
+        logits = module(input_ids=ids[None], use_cache=False).logits[0, len(prompt) - 1 : -1].float()
+        exact = logits.log_softmax(-1).gather(-1, ids[len(prompt) :, None])[:, 0]
+        distance: Tensor = (exact.cpu() - torch.tensor(sample.logprobs)).abs()
+        return distance
+
+    def _pairs(self) -> list[tuple[tuple[int, ...], int]]:
+        return list(zip(self.prompts, self.work.responses, strict=True))
+
+    def _draw(self, wanted: list[tuple[tuple[int, ...], int, int]]) -> list[Sample]:
+        requests = [
+            GroupRequest(prompt=prompt, seeds=tuple(derive(i, j) for j in range(samples)), max_tokens=length)
+            for i, (prompt, samples, length) in enumerate(wanted)
+        ]
+        return self.engine.generate(requests, Sampling(max_tokens=max(self.work.responses), ignore_eos=True))
+
+    def _twin(self) -> Any:  # noqa: ANN401 -- transformers' own
+        """A module with another attention whose parameters are the engine's own tensors."""
+        with torch.device("meta"):
+            module: Any = random_module(
+                shape_config(self.work.shape), self.model.dtype, torch.device("meta"), implementation="sdpa"
+            )
+        own = self.model.module.state_dict()
+        module.load_state_dict(own, assign=True)
+        module.tie_weights()
+        base: Any = module.base_model
+        with self.target.device:
+            base.rotary_emb = type(base.rotary_emb)(config=module.config)
+        return module
+
+
+def _sample(group: int, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Sample:
+    return Sample(group=group, index=0, token_ids=tokens, logprobs=logprobs, finish_reason="length")

@@ -1,0 +1,53 @@
+"""The rollout benchmark in its small form, and the roofline by hand."""
+
+import json
+
+import pytest
+
+from ullage.bench.rollout import WORKLOADS, groups, ragged
+from ullage.bench.roofline import H200, Ceiling, cache_bytes, decode_seconds, prefill_seconds, weight_numbers
+from ullage.bench.shapes import shape_config
+from ullage.cli.main import main
+
+
+def test_bytes_and_products_of_a_small_shape():
+    config = shape_config("tiny")  # 2 layers, 64 wide, MLP of 128, 4 and 2 heads of 16, 512 tokens
+    assert weight_numbers(config) == 2 * (2 * 64 * 64 + 2 * 64 * 32 + 3 * 64 * 128) + 512 * 64 == 106_496
+    assert cache_bytes(config) == 2 * 2 * 2 * 16 * 2 == 256
+    slow_memory, slow_products = Ceiling(1e6, 1e18), Ceiling(1e18, 1e6)
+    # Two steps of one sequence and one of another: weights twice, 10 + 11 + 3 cached tokens, three rows of logits.
+    read = 2 * 2 * 106_496 + (10 + 11 + 3) * 256 + 3 * 8 * 512
+    assert decode_seconds(config, [10, 3], [2, 1], slow_memory) == pytest.approx(read / 1e6)
+    assert decode_seconds(config, [10, 3], [2, 1], slow_products) == pytest.approx(3 * 2 * 106_496 / 1e6)
+    assert prefill_seconds(config, [10, 3], slow_products) == pytest.approx(13 * 2 * (106_496 - 32_768) / 1e6)
+
+
+@pytest.mark.parametrize(("shape", "published"), [("Qwen3-0.6B", 36_000), ("8B", 12_600)])
+def test_the_floor_of_the_ragged_workload_is_the_published_one(shape, published):
+    """Other draws of the lengths move it by a few percent."""
+    work, config = ragged(shape), shape_config(shape)
+    floor = decode_seconds(config, work.prompts, work.responses, H200) + prefill_seconds(config, work.prompts, H200)
+    assert work.drawn / floor == pytest.approx(published, rel=0.04)
+
+
+def test_workloads_are_what_they_say():
+    assert [(work.shape, len(work.prompts), work.drawn) for work in WORKLOADS["batch"]()] == [
+        (shape, 256, 256 * 256) for shape in ("0.5B", "1.5B", "7B")
+    ]
+    assert groups("Qwen3-1.7B").drawn == 32 * 16 * 512
+    lengths = ragged("8B")
+    assert (min(lengths.prompts) >= 100, max(lengths.responses) <= 1024) == (True, True)
+    assert lengths == ragged("8B"), "the same every time"
+
+
+def test_the_small_form_is_written_down(tmp_path, capfd):
+    out = tmp_path / "rollout.json"
+    assert main(["bench", "rollout", "--out", str(out), "--json"]) == 0
+    printed, written = json.loads(capfd.readouterr().out), json.loads(out.read_text())
+    assert written["command"] == "ullage bench rollout --only tiny"
+    rows = written["tiny"]
+    assert printed == {"tiny": rows}
+    assert [row["engine"] for row in rows] == ["ullage", "generate", "ullage", "ullage", "ullage, prompts apart"]
+    assert [row["workload"] for row in rows][:2] == ["4 x (8 + 6)"] * 2
+    # Float32 on a CPU: everybody gives the log-probs of the same weights.
+    assert all(row["logprob_gap"] < 1e-5 for row in rows)
