@@ -14,6 +14,7 @@ from torch import Tensor
 
 from ullage.base.seeds import derive
 from ullage.bench.clock import free, synchronize
+from ullage.bench.peers import twin
 from ullage.bench.report import GIB
 from ullage.bench.roofline import H200, Ceiling, cache_bytes, decode_seconds, prefill_seconds
 from ullage.bench.shapes import shape_config, shaped_model
@@ -130,7 +131,7 @@ class Contest:
         slots = min(256 if work.samples == 1 else 512, len(self.prompts) * work.samples)
         self.engine = Engine(model, slots=slots, max_length=longest)
         # Hugging Face's attention, over the same weights.
-        self.peer = self._twin() if work.peer else None
+        self.peer: Any = twin(model.module, "sdpa") if work.peer else None
 
     @property
     def text(self) -> str:
@@ -220,20 +221,6 @@ class Contest:
             for i, (prompt, samples, length) in enumerate(wanted)
         ]
         return self.engine.generate(requests, Sampling(max_tokens=max(self.work.responses), ignore_eos=True))
-
-    def _twin(self) -> Any:  # noqa: ANN401 -- transformers' own
-        """A module with another attention whose parameters are the engine's own tensors."""
-        with torch.device("meta"):
-            module: Any = random_module(
-                shape_config(self.work.shape), self.model.dtype, torch.device("meta"), implementation="sdpa"
-            )
-        own = self.model.module.state_dict()
-        module.load_state_dict(own, assign=True)
-        module.tie_weights()
-        base: Any = module.base_model
-        with self.target.device:
-            base.rotary_emb = type(base.rotary_emb)(config=module.config)
-        return module
 
 
 def _sample(group: int, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Sample:
