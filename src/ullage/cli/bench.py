@@ -11,7 +11,7 @@ from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from ullage.base.errors import UllageError
+from ullage.base.errors import UllageError, UsageError
 
 if TYPE_CHECKING:
     from ullage.model.target import Target
@@ -37,6 +37,8 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--only", nargs="+", choices=ROLLOUT_PARTS, metavar="PART", help=f"{', '.join(ROLLOUT_PARTS)}; default: all"
     )
     rollout.add_argument("--shapes", nargs="+", metavar="SHAPE", help="only these models of a part")
+    step = _what(whats, "step", "whole GRPO steps, beside TRL's where it is installed")
+    step.add_argument("--shapes", nargs="+", metavar="SHAPE", help="models: 0.5B 1.5B 7B, or tiny")
     memory = _what(whats, "memory", "the planner: random configs, predicted, then measured, then run under caps")
     memory.add_argument("--configs", type=_count, metavar="N", help="how many; default: 60, without a GPU 3")
     memory.add_argument(
@@ -63,7 +65,8 @@ def _count(text: str) -> int:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     del overrides
-    return {"memory": _memory, "rollout": _rollout, "update": _update}[arguments.what](arguments)
+    whats = {"memory": _memory, "rollout": _rollout, "step": _step, "update": _update}
+    return whats[arguments.what](arguments)
 
 
 def _update(arguments: argparse.Namespace) -> int:
@@ -107,6 +110,29 @@ def _rollout(arguments: argparse.Namespace) -> int:
         say(f"{part}\n{report.table(found[part])}\n")
     if arguments.json:
         print(json.dumps(found))
+    say(f"written: {out}")
+    return 0
+
+
+def _step(arguments: argparse.Namespace) -> int:
+    from ullage.bench import report
+    from ullage.bench.step import RACES, step
+    from ullage.model.target import find_target
+
+    target = find_target("auto", 0)
+    out = arguments.out or RESULTS / f"step_{target.kind}.json"
+    shapes = arguments.shapes or (["tiny"] if target.kind == "cpu" else ["0.5B", "1.5B", "7B"])
+    for shape in shapes:
+        if shape not in RACES:
+            raise UsageError(f"no shape {shape}", f"one of: {', '.join(RACES)}")
+    rows: list[dict[str, Any]] = []
+    for row in chain.from_iterable(step(RACES[shape], target, say) for shape in shapes):
+        rows.append(row)
+        report.write(out, target, "ullage bench step --shapes " + " ".join(shapes), {"step": rows})
+        say(json.dumps(row))
+    say(report.table(rows))
+    if arguments.json:
+        print(json.dumps({"step": rows}))
     say(f"written: {out}")
     return 0
 

@@ -1,0 +1,186 @@
+"""Whole GRPO steps beside TRL's: the same model, prompts, lengths and recipe, seconds and peak of each."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import importlib.util
+import io
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedTokenizerFast, TrainerCallback
+
+from ullage.bench.clock import free, synchronize
+from ullage.bench.fit import Phases
+from ullage.bench.report import GIB
+from ullage.bench.shapes import shape_config
+from ullage.config.load import load_mapping
+from ullage.config.settle import plainly
+from ullage.model.random_weights import random_module
+from ullage.model.target import Target
+from ullage.run.rehearsal import Rehearsal
+
+WARM_STEPS = 2
+STEPS = 3
+WORDS = 1000
+"""Of a made-up language, a token each: a prompt of so many words has that many tokens."""
+PADDING, END = "<pad>", "<end>"
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Race:
+    """A workload; lengths in tokens."""
+
+    shape: str
+    micro_batch: int
+    """Sequences of TRL's, as large as its memory at this size is known to allow; ours gets as many tokens."""
+    prompts: int = 32
+    samples: int = 8
+    prompt: int = 128
+    response: int = 256
+
+
+RACES = {
+    "0.5B": Race(shape="0.5B", micro_batch=32),
+    "1.5B": Race(shape="1.5B", micro_batch=32),
+    "7B": Race(shape="7B", micro_batch=8),
+    "tiny": Race(shape="tiny", micro_batch=4, prompts=2, samples=2, prompt=8, response=6),
+}
+RECIPES: dict[str, Mapping[str, Any]] = {
+    "float32 master": {"memory.rounding": "master"},
+    "all bf16": {"memory.rounding": "stochastic"},
+}
+"""What TRL does, and our keys for it: float32 weights under autocast beside a master; bf16 weights and moments, which
+lose small updates, beside weights that are rounded stochastically."""
+
+
+def step(race: Race, target: Target, say: Callable[[str], None] = lambda line: None) -> Iterator[dict[str, Any]]:
+    """Rows: for every recipe TRL's step, where it is installed, and ours."""
+    for recipe, keys in RECIPES.items():
+        theirs = None
+        if importlib.util.find_spec("trl") is None:
+            say("trl is not installed: its rows are left out")
+        else:
+            theirs = _row(race, recipe, "trl", *trl_steps(race, target, wide=recipe == "float32 master"))
+            yield theirs
+        free(target)
+        row = _row(race, recipe, "ullage", *our_steps(race, target, keys))
+        if theirs is not None:
+            row["ratio"] = round(theirs["step_s"] / row["step_s"], 2)
+        yield row
+        free(target)
+
+
+def _row(race: Race, recipe: str, name: str, seconds: list[float], peak: int) -> dict[str, Any]:
+    return {
+        "shape": race.shape,
+        "recipe": recipe,
+        "contender": name,
+        "step_s": round(statistics.median(seconds), 3),
+        "peak_gib": round(peak / GIB, 2),
+        "sequences": race.prompts * race.samples,
+    }
+
+
+def our_steps(race: Race, target: Target, keys: Mapping[str, Any]) -> tuple[list[float], int]:
+    """Seconds of steps after the first ones, and the peak."""
+    given = {
+        "algorithm.name": "grpo",
+        "data.train_batch_size": race.prompts,
+        "data.max_prompt_length": race.prompt,
+        "data.max_response_length": race.response,
+        "actor_rollout_ref.rollout.n": race.samples,
+        "actor_rollout_ref.rollout.max_num_seqs": race.prompts * race.samples,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": race.micro_batch * (race.prompt + race.response),
+        "memory.recompute": "full",
+    }
+    config = plainly(load_mapping({**given, **keys}).config, "cuda")
+    phases = Phases(target)
+    run = Rehearsal(config, shape_config(race.shape), target, phases)
+    seconds = []
+    for number in range(1, WARM_STEPS + STEPS + 1):
+        began = time.perf_counter()
+        run.step(number)
+        synchronize(target)
+        seconds.append(time.perf_counter() - began)
+    return seconds[WARM_STEPS:], max(phases.peaks.values())
+
+
+class Clock(TrainerCallback):
+    """Seconds of a trainer's steps."""
+
+    def __init__(self, target: Target) -> None:
+        self.target = target
+        self.seconds: list[float] = []
+        self._began = 0.0
+
+    def on_step_begin(self, *_: Any, **__: Any) -> None:  # noqa: ANN401 -- whatever the trainer hands out
+        synchronize(self.target)
+        self._began = time.perf_counter()
+
+    def on_step_end(self, *_: Any, **__: Any) -> None:  # noqa: ANN401
+        synchronize(self.target)
+        self.seconds.append(time.perf_counter() - self._began)
+
+
+def trl_steps(race: Race, target: Target, *, wide: bool) -> tuple[list[float], int]:
+    """The same of TRL's own trainer, sampling with transformers; a step holds its generation and its one update."""
+    trl: Any = importlib.import_module("trl")
+    datasets: Any = importlib.import_module("datasets")
+    clock, sequences = Clock(target), race.prompts * race.samples
+    module = random_module(
+        shape_config(race.shape), torch.float32 if wide else target.default_dtype, target.device, implementation="sdpa"
+    )
+    with tempfile.TemporaryDirectory() as folder:
+        arguments = trl.GRPOConfig(
+            output_dir=folder,
+            report_to="none",
+            save_strategy="no",
+            logging_strategy="no",
+            max_steps=WARM_STEPS + STEPS,
+            bf16=wide and target.kind == "cuda",
+            use_cpu=target.kind == "cpu",
+            per_device_train_batch_size=race.micro_batch,
+            gradient_accumulation_steps=sequences // race.micro_batch,
+            num_generations=race.samples,
+            max_completion_length=race.response,
+            generation_kwargs={"min_new_tokens": race.response},
+            gradient_checkpointing=True,
+            beta=0.0,
+            learning_rate=1e-6,
+        )
+        prompts = [
+            " ".join(f"w{(17 * i + j) % WORDS}" for j in range(race.prompt))
+            for i in range(race.prompts * (WARM_STEPS + STEPS))
+        ]
+        trainer = trl.GRPOTrainer(
+            model=module,
+            reward_funcs=lambda completions, **_: [float(i % 2) for i in range(len(completions))],
+            args=arguments,
+            train_dataset=datasets.Dataset.from_dict({"prompt": prompts}),
+            processing_class=_tokenizer(),
+            callbacks=[clock],
+        )
+        if target.kind == "cuda":
+            torch.cuda.reset_peak_memory_stats(target.device)
+        with contextlib.redirect_stdout(io.StringIO()):  # it prints a summary, and stdout is for results
+            trainer.train()
+    peak = torch.cuda.max_memory_allocated(target.device) if target.kind == "cuda" else 0
+    return clock.seconds[WARM_STEPS:], int(peak)
+
+
+def _tokenizer() -> PreTrainedTokenizerFast:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from tokenizers.pre_tokenizers import WhitespaceSplit
+
+    known = {PADDING: 0, END: 1} | {f"w{i}": i + 2 for i in range(WORDS)}
+    words = Tokenizer(WordLevel(known, unk_token=PADDING))
+    words.pre_tokenizer = WhitespaceSplit()
+    return PreTrainedTokenizerFast(tokenizer_object=words, eos_token=END, pad_token=PADDING)
