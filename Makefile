@@ -17,7 +17,7 @@ TEST = OMP_NUM_THREADS=1 $(BIN)/python -m pytest
 .DEFAULT_GOAL := help
 .NOTPARALLEL:
 .DELETE_ON_ERROR:
-.PHONY: help demo test lint format documents slow algorithms gpu gsm8k clean
+.PHONY: help demo test lint triton format documents slow algorithms gpu gsm8k clean
 
 help: ## Show this list
 	@sed -n 's/^\([a-z0-9]*\):.*## \(.*\)/  make \1\t\2/p' $(MAKEFILE_LIST) | expand -t 18
@@ -25,7 +25,7 @@ help: ## Show this list
 demo: $(VENV)/.demo-installed ## Install, then train a real language model on this machine's CPU in a few minutes
 	$(BIN)/ullage demo
 
-test: lint ## Install, then check everything: style, types, imports, tests, coverage
+test: lint triton ## Install, then check everything: style, types, imports, tests, coverage
 	$(TEST) -n 2 --dist worksteal --cov --cov-report=term
 
 lint: $(VENV)/.development-installed ## Check style, types, import rules and spelling
@@ -34,6 +34,9 @@ lint: $(VENV)/.development-installed ## Check style, types, import rules and spe
 	$(BIN)/mypy
 	$(BIN)/lint-imports --no-cache
 	$(BIN)/codespell
+
+triton: $(VENV)/.triton-installed ## Run the Triton kernels under its interpreter
+	TRITON_INTERPRET=1 PYTHONPATH=$(CURDIR)/$(VENV)/triton $(TEST) -n 2 -m triton tests/model
 
 format: $(VENV)/.development-installed ## Format the code and apply safe fixes
 	$(BIN)/ruff check --fix .
@@ -77,3 +80,9 @@ $(VENV)/.demo-installed: pyproject.toml $(VENV)/.torch-installed
 $(VENV)/.development-installed: pyproject.toml $(VENV)/.torch-installed
 	$(call install,--editable .[dev])
 	@touch $@ $(VENV)/.demo-installed
+
+# Triton in a folder of its own: wherever it can be imported, torch and others load it, and no other test wants it.
+# There are wheels for Linux only; elsewhere its tests are skipped.
+$(VENV)/.triton-installed: constraints.txt | $(VENV)/.development-installed
+	-$(call install,--no-deps --target $(VENV)/triton triton)
+	@touch $@

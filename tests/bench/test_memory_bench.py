@@ -12,6 +12,7 @@ from ullage.bench.memory import Phases, start
 from ullage.bench.memory_records import Records, provenance
 from ullage.cli.main import main
 from ullage.model.target import Target
+from ullage.run.traced_plan import stand_in_of
 
 CPU = Target("cpu", 0, (0, 0), 8 << 30)
 LEAST = 1000
@@ -219,8 +220,8 @@ def test_phases_inside_others_have_their_own_peaks(monkeypatch):
 
 
 def test_the_gpu_that_is_predicted_for():
-    assert memory.capability(memory.gpu_of(CPU, "a100")) == (8, 0)
-    assert memory.capability(memory.gpu_of(CPU, None)) == (9, 0)
+    assert stand_in_of(memory.gpu_of(CPU, "a100")).capability == (8, 0)
+    assert stand_in_of(memory.gpu_of(CPU, None)).capability == (9, 0)
     assert memory.short_name(CPU, None) == "cpu"
     assert memory.short_name(CPU, "4090") == "rtx_4090"
 

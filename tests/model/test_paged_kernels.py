@@ -3,7 +3,16 @@
 import pytest
 import torch
 
-from ullage.model.kernels.paged import paged_attention, store_kv
+from ullage.model.kernels.paged import (
+    PREFIX_SEGMENTS,
+    SEGMENTS,
+    fused_paged_attention,
+    fused_store_kv,
+    grouped_paged_attention,
+    paged_attention,
+    store_kv,
+)
+from ullage.run.trace import record
 
 LAYERS, PAGES, PAGE_SIZE, KV_HEADS, HEADS, SIZE = 2, 6, 4, 2, 4, 8
 
@@ -62,3 +71,54 @@ def test_paged_attention_by_hand(window, dtype, wide):
             scores = (keys @ query[row, head].double() * 0.3).softmax(0)
             want = (scores @ values).to(dtype)
             torch.testing.assert_close(got[row, head], want, rtol=0, atol=1e-12 if dtype == torch.float64 else 1e-6)
+
+
+@pytest.mark.parametrize("window", [0, 3])
+def test_what_was_not_written_is_not_read(window):
+    """Poison behind the end of every sequence, before its window and in every other page; lengths at page borders."""
+    arena, query = make_arena(), random(4, HEADS, SIZE)
+    table, lengths = torch.tensor([[3, 0], [5, 1], [2, 4], [2, 4]]), torch.tensor([4, 5, 8, 0])
+    want = paged_attention(query, arena, 1, table, lengths, 0.3, window, True)
+    poisoned = torch.full_like(arena, float("nan"))
+    for row, length in enumerate(lengths.tolist()):
+        for i in range(max(0, length - window) if window else 0, length):
+            place = (1, slice(None), table[row, i // PAGE_SIZE], i % PAGE_SIZE)
+            poisoned[place] = arena[place]
+    got = paged_attention(query, poisoned, 1, table, lengths, 0.3, window, True)
+    assert torch.equal(got, want)
+    assert torch.equal(got[3], torch.zeros(HEADS, SIZE))
+
+
+@pytest.mark.invariant
+def test_a_wider_table_and_other_rows_change_no_bit():
+    arena, query = make_arena(), random(3, HEADS, SIZE)
+    table, lengths = torch.tensor([[3, 0], [5, 1], [2, 4]]), torch.tensor([3, 8, 5])
+    together = paged_attention(query, arena, 1, table, lengths, 0.3, 0, True)
+    for row, pages in enumerate((1, 2, 2)):
+        one = slice(row, row + 1)
+        alone = paged_attention(query[one], arena, 1, table[one, :pages], lengths[one], 0.3, 0, True)
+        assert torch.equal(alone, together[one])
+
+
+@pytest.mark.parametrize("grouped", [False, True])
+def test_a_trace_sees_what_fused_attention_holds(grouped):
+    """On a machine without the kernels: shapes, types and every temporary."""
+    sequences, heads, size = 7, 12, 80
+    segments = SEGMENTS + (PREFIX_SEGMENTS if grouped else 0)
+
+    def step(mark):
+        mark("decode")
+        arena = torch.empty(LAYERS, 2, PAGES, PAGE_SIZE, 4, size, dtype=torch.bfloat16)
+        query = torch.empty(heads, sequences, size, dtype=torch.bfloat16).transpose(0, 1)
+        key = torch.empty(sequences, 4, size, dtype=torch.bfloat16)
+        table, lengths = torch.zeros(sequences, 2, dtype=torch.long), torch.ones(sequences, dtype=torch.long)
+        fused_store_kv(arena, 1, key, key, lengths)
+        if grouped:
+            out = grouped_paged_attention(query, arena, 1, table, lengths, lengths, lengths[None], 0.3, 0)
+        else:
+            out = fused_paged_attention(query, arena, 1, table, lengths, 0.3, 0)
+        assert (out.shape, out.dtype, out.is_contiguous()) == ((sequences, heads, size), torch.bfloat16, True)
+
+    sizes = [event.size for event in record(step).events if getattr(event, "key", -1) >= 0 and hasattr(event, "size")]
+    rows = sequences * heads
+    assert sizes[-3:] == [rows * segments * size * 4, 2 * rows * segments * 4, rows * size * 2]

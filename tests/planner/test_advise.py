@@ -6,7 +6,17 @@ import pytest
 
 from ullage.base.errors import UsageError
 from ullage.config.load import load_mapping
-from ullage.planner.advise import ALGORITHMS, METHODS, base_config, least_bytes, what_fits, what_it_needs
+from ullage.planner.advise import (
+    ALGORITHMS,
+    METHODS,
+    Advice,
+    base_config,
+    least_bytes,
+    what_fits,
+    what_it_needs,
+    what_it_would_need,
+    what_would_fit,
+)
 from ullage.planner.fixes import trains
 from ullage.planner.hardware import Machine, find_gpu, parse_machine
 from ullage.planner.model_shape import bundled_shapes, find_shape
@@ -89,6 +99,39 @@ def test_what_a_model_needs_is_ordered_by_cost_and_every_entry_fits():
         assert smallest >= least_bytes(shape, method, algorithm, 2048)
     first = needs["QLoRA", "grpo"][0]
     assert first.cost == pytest.approx(1000 * first.seconds * first.instance.price / 3600)
+
+
+def test_what_a_machine_would_hold_between_its_gpus_is_told_apart():
+    machine = parse_machine("h100 x8")
+    found = [each for each in what_fits(machine, 2048) if each.algorithm == "grpo"]
+    whole = {(each.method, each.algorithm): each.shape.parameters for each in found}
+    spread = what_would_fit(machine, 2048, found)
+    assert [each.method for each in spread] == ["full", "LoRA", "QLoRA"]
+    for advice in spread:
+        assert advice.shape.parameters > whole[advice.method, advice.algorithm]
+        assert advice.option.peak_bytes <= machine.gpu.memory_bytes
+        assert advice.sharding.ranks == 8
+        told = advice.as_json()
+        assert told["fits"] is False
+        assert told["sharding"]["data"] * told["sharding"]["tensor"] * told["sharding"]["sequence"] == 8
+    assert what_would_fit(parse_machine("h100"), 2048, found) == []
+
+
+def test_machines_that_would_hold_a_large_model_are_told_where_few_gpus_hold_it_whole():
+    shape = find_shape("Llama-3.1-70B")
+    whole = [
+        Advice(method="QLoRA", algorithm="grpo", machine=parse_machine(name), shape=shape, option=None)
+        for name in ("h100", "h200", "b200")
+    ]
+    spread = what_it_would_need(shape, 2048, {("full", "ppo"): [], ("QLoRA", "grpo"): whole})
+    assert spread["QLoRA", "grpo"] == []  # three kinds of GPU suffice
+    assert len(spread["full", "ppo"]) == 3
+    for advice in spread["full", "ppo"]:
+        assert advice.option.peak_bytes <= advice.machine.gpu.memory_bytes
+        host = advice.machine.host_bytes
+        assert host is None or advice.option.host_bytes * advice.machine.count <= host
+    costs = [each.cost for each in spread["full", "ppo"] if each.cost is not None]
+    assert costs == sorted(costs)
 
 
 def test_cards_without_bf16_or_cuda_are_not_proposed():

@@ -6,6 +6,7 @@ import pytest
 
 from ullage.base.errors import ModelError
 from ullage.planner.gguf_shape import shape_of_gguf
+from ullage.planner.model_shape import find_shape
 
 UINT32, FLOAT32, STRING, ARRAY = 4, 6, 8, 9
 LLAMA = {
@@ -65,6 +66,13 @@ def test_layers_that_differ_have_no_one_shape(tmp_path):
     fields = of_llama(**{"llama.attention.head_count_kv": [2, 2, 4]})
     with pytest.raises(ModelError, match="num_key_value_heads"):
         shape_of_gguf(write(tmp_path / "m.gguf", fields))
+
+
+def test_a_gguf_file_is_found_by_its_path(tmp_path):
+    path = write(tmp_path / "small.gguf", of_llama())
+    assert find_shape(str(path)) == shape_of_gguf(path)
+    with pytest.raises(ModelError, match=r"nosuch\.gguf: cannot be read: No such file or directory"):
+        find_shape(str(tmp_path / "nosuch.gguf"))
 
 
 def test_what_is_no_gguf_or_ends_early(tmp_path):

@@ -103,6 +103,8 @@ def test_a_folder_and_a_multimodal_config_are_read(tmp_path):
     ("given", "name"),
     [
         ("Qwen/Qwen2.5-7B-Instruct", "Qwen2.5-7B"),
+        ("meta-llama/Llama-3.1-8B-Instruct", "Llama-3.1-8B"),
+        ("meta-llama/Meta-Llama-3.1-8B-Instruct", "Llama-3.1-8B"),
         ("Qwen/Qwen2.5-Math-1.5B", "Qwen2.5-1.5B"),
         ("Qwen/Qwen3-Coder-480B-A35B-Instruct", "Qwen3-Coder-480B-A35B"),
         ("meta-llama/Meta-Llama-3-8B-Instruct", "Llama-3-8B"),
@@ -134,6 +136,8 @@ def test_latent_attention_is_cached_compressed_by_others_and_whole_by_ullage():
     ("given", "words"),
     [
         ("qwen2.5-7bb", "nearest: Qwen2.5-7B"),
+        ("meta-llama/Llama-3.1-8B-Instrukt", "nearest: Llama-3.1-8B,"),
+        (" ", "no model is named"),
         ("5000B", "between 0.2B and 2000B"),
         ("./nowhere", "no config.json there"),
     ],

@@ -42,12 +42,21 @@ def rows(name):
     return json.loads((RESULTS / f"update_h200_{name}.json").read_text())[name]
 
 
-def layout(shape, settings):
-    return Layout(shape, load_mapping({"algorithm.name": "grpo"} | settings).config)
+def layout(shape, settings, kind=Layout):
+    return kind(shape, load_mapping({"algorithm.name": "grpo"} | settings).config)
+
+
+class Measured(Layout):
+    """With the micro-batch that was measured: three of a group's samples, all of full length."""
+
+    def _passes(self, limit, rank):
+        assert limit == 2048
+        tokens, positions = 512 + 3 * 511, 3 * 512
+        return [Pass(tokens=tokens, positions=positions, rank=rank, more_keys=3 * 512)]
 
 
 def fitted(row):
-    return layout(SHAPES[row["case"].split()[0]], LORA if "LoRA" in row["case"] else FRUGAL)
+    return layout(SHAPES[row["case"].split()[0]], LORA if "LoRA" in row["case"] else FRUGAL, Measured)
 
 
 @pytest.mark.parametrize("row", rows("fit"), ids=lambda row: row["case"])
@@ -150,8 +159,8 @@ def test_every_phase_has_its_place_and_evaluation_its_own_settings():
         "load", "rollout", "reward_model", "logprob", "reference", "values", "update", "update_critic",
         "optimizer_step", "sync", "save", "eval",
     ]  # fmt: skip
-    assert found["rollout"].components["head"] == 24 * 64 * 151936
-    assert found["eval"].components["head"] == 12 * 64 * 151936  # greedy: nothing is drawn
+    assert found["rollout"].components["head"] == 4 * 64 * 151936
+    assert found["eval"].components["head"] == 4 * 64 * 151936  # greedy: nothing is drawn
     assert found["sync"].allocated_bytes == sum(term.bytes for term in made.resident()) + c.WORKSPACE
     few = settings | {"data.val_max_samples": 5, "actor_rollout_ref.rollout.val_kwargs.n": 2}
     assert layout(SHAPES["1.5B"], few).eval_slots == 10
@@ -160,9 +169,10 @@ def test_every_phase_has_its_place_and_evaluation_its_own_settings():
 def test_the_rollout_shows_prefill_and_decode_and_counts_the_larger():
     rollout = next(phase for phase in layout(SHAPES["7B"], {}).phases() if phase.name == "rollout")
     counted = [term for term in rollout.terms if term.name in ("head", "working_layer")]
-    prefill, decode = 2 * 4096 * (3 * 18944 + 3 * 3584), 24 * 64 * 152064
-    assert [term.bytes for term in counted] == [prefill, 0]
-    assert f"decode: {decode:,} B, less than prefill" in counted[1].formula
+    prefill, decode = 2 * 4096 * (3 * 18944 + 3 * 3584), 4 * 64 * 152064
+    embedded = 2 * 4096 * (3584 + 2 * 128)
+    assert [term.bytes for term in counted] == [prefill, embedded, 0]
+    assert f"decode: {decode:,} B, less than prefill" in counted[2].formula
 
 
 def test_the_critics_step_needs_its_weights_here():
@@ -203,13 +213,43 @@ def test_gradients_on_the_host_leave_no_room_to_lend():
     assert peak(shape, {"memory.gradients": "host"}) < peak(shape, {})
 
 
-def test_passes_are_as_full_as_groups_of_full_length_make_them():
+def test_a_pass_is_as_full_as_its_limit_whatever_the_lengths():
+    """Of a mix with long prompts and one with short ones, that which needs more: here more positions carry loss."""
     made = layout(SHAPES["7B"], FIT)
-    assert (made.update_pass.tokens, made.update_pass.positions) == (512 + 3 * 511, 3 * 512)
-    made = layout(SHAPES["7B"], FIT | {"actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 9300})
-    assert made.update_pass.tokens == 2 * (512 + 8 * 511)
-    made = layout(SHAPES["7B"], FIT | {"data.train_batch_size": 1})
-    assert made.update_pass.tokens == 512 + 3 * 511
+    assert (made.update_pass.tokens, made.update_pass.positions) == (2048, 4 * 512)
+    assert made.update_pass.more_keys == 4 * (2048 - 4 * 511)
+    assert made.full_length_samples == 3
+    few = layout(SHAPES["7B"], FIT | {"data.train_batch_size": 1, "actor_rollout_ref.rollout.n": 2})
+    assert (few.update_pass.tokens, few.update_pass.positions) == (512 + 2 * 511, 2 * 512)
+
+
+def test_keys_of_long_prompts_are_gathered_where_that_needs_more_than_logits():
+    settings = {
+        "data.max_prompt_length": 2000,
+        "data.max_response_length": 9,
+        "actor_rollout_ref.rollout.n": 8,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 16_600,
+        "memory.recompute": "none",
+    }
+    made = layout(SHAPES["8B"], settings)
+    # Eight groups of 2,064 tokens, and a prompt of 80 with one sample.
+    assert (made.update_pass.tokens, made.update_pass.positions) == (16_600, 65 * 9)
+    assert made.update_pass.more_keys == 8 * 8 * 2000
+    assert made.fullest_blocks == [*[(2000, 8)] * 8, (80, 1)]
+
+
+def test_roles_on_the_actors_own_layers_have_phases():
+    settings = {
+        "algorithm.name": "ppo",
+        "critic.share_actor": True,
+        "actor_rollout_ref.model.lora_rank": 8,
+        "actor_rollout_ref.actor.use_kl_loss": True,
+    }
+    found = {phase.name: phase for phase in layout(SHAPES["0.5B"], settings).phases()}
+    assert found.keys() >= {"reference", "values", "update_critic"}
+    assert found["reference"].components["weights"] == found["logprob"].components["weights"]
+    assert found["values"].components["working_layer"] < found["update_critic"].allocated_bytes
+    assert "activations" not in found["update_critic"].components  # nothing of the layers is kept
 
 
 def test_checkpoints_hold_weights_and_state():

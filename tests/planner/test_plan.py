@@ -111,7 +111,7 @@ def test_a_budget_below_the_weights_is_said_to_be_one():
 
 def test_seconds_are_those_of_the_model_of_time():
     made = planned({}, "h200")
-    assert made.seconds == step_seconds(Layout(SEVEN, made.config), parse_machine("h200").gpu, 1)
+    assert made.seconds == step_seconds(Layout(SEVEN, made.config), parse_machine("h200").gpu)
     assert made.as_json()["seconds"]["step"] == pytest.approx(sum(made.seconds.values()))
     assert "seconds are those of one H200" in planned({}).assumptions
 
@@ -124,11 +124,24 @@ def test_what_earlier_runs_measured_is_in_the_slack():
         assert after.total_bytes == pytest.approx(1.03 * ratio * before.allocated_bytes + CONTEXT, abs=2)
 
 
+def test_pinned_memory_is_a_part_of_the_host_s():
+    made = planned(PULLED_OUT | {"memory.optimizer_state": "streamed"}, "h200")
+    assert made.pinned_bytes == made.host["optimizer"] == 12 * SEVEN.parameters
+    assert made.as_json()["host"]["pinned_bytes"] == made.pinned_bytes
+    assert planned(PULLED_OUT, "h200").pinned_bytes == 0
+
+
+def test_nodes_are_assumed_to_be_as_fast_as_one():
+    config = load_mapping({"algorithm.name": "grpo"}).config
+    assert any("different nodes" in text for text in plan(SEVEN, config, parse_machine("h200 x8", 2)).assumptions)
+    assert not any("different nodes" in text for text in planned({}, "h200 x8").assumptions)
+
+
 def test_json_has_the_promised_keys():
     told = planned({}, "4090 x2").as_json()
     assert {
         "fits", "capacity_bytes", "peak_bytes", "binding_phase", "phases", "host", "disk", "levers", "chosen",
-        "assumptions", "seconds", "fixes",
+        "assumptions", "seconds", "fixes", "sharding",
     } <= set(told)  # fmt: skip
     assert set(told["phases"][0]) == {"name", "components", "total_bytes"}
     assert all(phase["total_bytes"] == sum(phase["components"].values()) for phase in told["phases"])

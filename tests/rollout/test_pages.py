@@ -7,7 +7,7 @@ from ullage.rollout.embedded.pages import Pages, pages_for
 
 
 def make_pages(count=4):
-    return Pages(torch.zeros(2, 2, count, 16, 1, 3))
+    return Pages(torch.zeros(2, 2, count + 1, 16, 1, 3))
 
 
 def test_take_hands_out_each_page_once():
@@ -34,10 +34,10 @@ def test_a_shared_page_is_free_after_its_last_user():
 
 
 def test_copy_copies_keys_and_values_of_every_layer():
-    arena = torch.arange(2 * 2 * 2 * 16 * 3, dtype=torch.float32).view(2, 2, 2, 16, 1, 3)
+    arena = torch.arange(2 * 2 * 3 * 16 * 3, dtype=torch.float32).view(2, 2, 3, 16, 1, 3)
     address = arena.data_ptr()
     pages = Pages(arena.clone())
-    pages.copy(0, 1)
+    pages.copy([0], [1])
     assert torch.equal(pages.arena[:, :, 1], arena[:, :, 0])
     assert torch.equal(pages.arena[:, :, 0], arena[:, :, 0])
     assert arena.data_ptr() == address

@@ -36,7 +36,7 @@ def shapes(monkeypatch):
 
 @pytest.mark.parametrize("case", ["14B", "32B", "32B LoRA"])
 def test_steps_that_an_h200_measured(case, shapes):
-    found = predict_shallow(case_config(CASES[case]), CASES[case].shape, H200).phases
+    found = predict_shallow(case_config(CASES[case]), CASES[case].shape, H200, mix="drawn").phases
     measured = MEASURED[case]
     assert found["update"] / GIB == pytest.approx(measured["update"], abs=0.01)
     for phase in ("rollout", "logprob"):
@@ -118,13 +118,13 @@ def test_a_deep_model_is_worked_out_from_shallow_ones(shapes, monkeypatch):
 def test_fewer_sequences_are_traced_than_a_step_has_but_none_that_matters():
     """The peaks are those of a step with every micro-batch."""
     config = config_of(data__train_batch_size=8)
-    few = trace_step(config, shape_config("tiny"), H200).trace
-    rehearsal_of_all = Rehearsal._fullest
+    few = trace_step(config, shape_config("tiny"), H200, mix="drawn").trace
+    chosen = Rehearsal._two_micro_batches
     try:
-        Rehearsal._fullest = lambda self, samples: samples
-        everyone = trace_step(config, shape_config("tiny"), H200).trace
+        Rehearsal._two_micro_batches = lambda self, samples: samples
+        everyone = trace_step(config, shape_config("tiny"), H200, mix="drawn").trace
     finally:
-        Rehearsal._fullest = rehearsal_of_all
+        Rehearsal._two_micro_batches = chosen
     assert len(few.events) < len(everyone.events)
     assert replay(few.events) == replay(everyone.events)
 
@@ -174,3 +174,25 @@ def test_compiled_layers_are_corrected_by_formula_and_say_so_nowhere_else():
     assert {name: plain[name] for name in ("rollout", "logprob")} == {
         name: fewer[name] for name in ("rollout", "logprob")
     }
+
+
+def test_passes_are_as_full_as_a_mix_of_lengths_can_make_them():
+    """Three samples are 117 tokens: behind short prompts they fit 128, and the prompts fill what is left."""
+    config = config_of(data__max_prompt_length=30)
+    drawn, fullest = (
+        trace_step(config, shape_config("tiny"), H200, mix=mix).trace.components("update")["activations"]
+        for mix in ("drawn", "fullest")
+    )
+    assert fullest > drawn
+    run = Rehearsal(config, shape_config("tiny"), H200, _quiet, samples=False, mix="fullest")
+    assert [sum(block.prompt + 39 * block.samples for block in blocks) for blocks in run._fullest_mixes()] == [108, 128]
+
+
+def test_shares_of_layers_are_traced_where_they_are_whole(shapes, monkeypatch):
+    deep = with_layers(shape_config("tiny"), 12)
+    monkeypatch.setattr(predicting, "architecture_of", lambda name: deep)
+    few_slots = {"actor_rollout_ref__rollout__max_num_seqs": 1}
+    for share in (0.25, 0.3):
+        config = config_of(memory__recompute=share, **few_slots)
+        whole, shallow = (each(config, "deep", H200).phases["update"] for each in (predict, predict_shallow))
+        assert shallow == pytest.approx(whole, rel=1e-3), share

@@ -61,7 +61,6 @@ def test_three_roles_learn_on_one_base_of_four_bits(ppo, tiny_model):
     assert all(row["critic/grad_norm"] > 0 and row["actor/grad_norm"] > 0 for row in steps)
     assert [row["rollout/logprob_gap_mean"] for row in steps] == [0.0] * 4
     assert steps[3]["actor/kl_ref"] > steps[0]["actor/kl_ref"] > 0  # the second mini-batch meets a moved policy
-    assert steps[-1]["critic/loss"] < steps[0]["critic/loss"]
     folder = ppo / "checkpoints" / "step_4"
     trained = [load_file(folder / "critic.safetensors"), load_file(folder / "model" / "adapter_model.safetensors")]
     expected = sum(tensor.nbytes for tensors in trained for tensor in tensors.values())

@@ -63,7 +63,7 @@ def endurance(
         lengths += [len(sample.token_ids) for sample in training.step(step)]
         history.append(held(target))
         if step % every == 0 or step == steps:
-            counts = {"shape": training.case.shape, "samples": len(lengths), "replays": len(training.replays)}
+            counts = {"shape": training.case.shape, "samples": len(lengths), "replays": len(training.lines)}
             spread = {"shortest": min(lengths), "longest": max(lengths)}
             yield counts | spread | summary(history)
         elif step <= SETTLED[-1] or step % 10 == 0:

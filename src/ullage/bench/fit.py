@@ -10,31 +10,18 @@ from typing import Any
 
 import torch
 
-from ullage.algorithms import Algorithm
-from ullage.algorithms._compose import compose
-from ullage.base.communicator import Solo
-from ullage.base.seeds import derive
-from ullage.batch.pack import Limits
 from ullage.bench.clock import free, synchronize
 from ullage.bench.report import GIB
-from ullage.bench.shapes import shaped_model
+from ullage.bench.shapes import shape_config
 from ullage.config.load import load_mapping
 from ullage.config.settle import ACTOR_TOKENS, NUM_SLOTS, plainly
 from ullage.config.tree import Config
-from ullage.data.prompts import Prompt
 from ullage.engine.measure import MemoryProbe
 from ullage.engine.replay import Replays
-from ullage.model.language_model import LanguageModel
-from ullage.model.lora import Settings, new_adapter
 from ullage.model.target import Target
-from ullage.rollout.embedded.engine import Engine
-from ullage.rollout.sampling import GroupRequest, Sample, Sampling
-from ullage.run.levers import optimizer_levers, prepare_layers
+from ullage.rollout.sampling import Sample
+from ullage.run.rehearsal import Rehearsal
 from ullage.run.roles import register_memory
-from ullage.telemetry.tally import Tally
-from ullage.trainer.collect import to_rollouts
-from ullage.trainer.schedule import Schedule
-from ullage.workers.actor import Actor
 
 FRUGAL = {
     "memory.rounding": "stochastic",
@@ -107,13 +94,14 @@ def _run(case: Case, target: Target, steps: int) -> dict[str, Any]:
     training = Training(case, target)
     synchronize(target)
     ready = time.perf_counter() - began
+    training.phases.seconds.clear()  # of loading, which is told apart
     for step in range(1, steps + 1):
         training.step(step)
     phases = training.phases
     return {
         "cap_gib": case.cap_gib,
         "fits": True,
-        "parameters": sum(p.numel() for p in training.model.module.parameters()),
+        "parameters": sum(p.numel() for p in training.actor.model.module.parameters()),
         "load_s": round(ready, 1),
         "step_s": round(sum(phases.seconds.values()), 1),
         "seconds": {phase: round(value, 2) for phase, value in phases.seconds.items()},
@@ -121,74 +109,33 @@ def _run(case: Case, target: Target, steps: int) -> dict[str, Any]:
         "device_used_gib": round(phases.device_used / GIB, 2),
         "components_gib": {owner: round(value / GIB, 2) for owner, value in phases.probe.owners.items()},
         "host_gib": round(sum(training.actor.optimizer.host_nbytes().values()) / GIB, 2),
-        "replays": len(training.replays),
+        "replays": len(training.lines),
     }
 
 
-class Training:
-    """The objects of a GRPO run with random weights, and its steps."""
+class Training(Rehearsal):
+    """A GRPO run with random weights, and its steps."""
 
     def __init__(self, case: Case, target: Target) -> None:
-        config = case_config(case)
         self.case = case
         self.current_step = 0
         self.phases = Phases(target)
-        self.replays: list[str] = []
-        """A line for each phase that ran out of memory and was repeated."""
-        self.model = _model(case, config, target)
-        prepare_layers(self.model, config)
-        self.algorithm: Algorithm = compose(config)
-        self.actor = Actor(
-            self.model,
-            config.actor_rollout_ref.actor,
-            Limits(max_tokens=case.micro_batch),
-            Solo(),
-            temperature=1.0,
-            levers=optimizer_levers(config),
-            phase=self.phases,
-            replays=Replays(say=self.replays.append),
+        self.lines: list[str] = []
+        """One for each phase that ran out of memory and was repeated."""
+        architecture = shape_config(case.shape)
+        super().__init__(
+            case_config(case),
+            architecture,
+            target,
+            self.phases,
+            stop_ids=frozenset(range(0, architecture.vocab_size, case.ends_every)) if case.ends_every else None,
+            replays=Replays(say=self.lines.append),
         )
-        longest = case.prompt_tokens + case.response_tokens
-        lent = self.actor.optimizer.lendable
-        self.engine = Engine(self.model, slots=case.slots, max_length=longest, lent=lent)
-        register_memory(self.phases.probe, self.actor, None, None, self.engine)
-        self.schedule = Schedule(config, self.algorithm.aggregation, Solo())
+        register_memory(self.phases.probe, self.actor, self.critic, self.reference, self.engine)
 
-    def step(self, step: int) -> list[Sample]:
-        """Sample, score by a coin, evaluate, update; what was sampled."""
+    def step(self, step: int = 1) -> list[Sample]:
         self.current_step = step
-        prompts = self._prompts(step)
-        seeds = [tuple(derive(step, prompt.id, i) for i in range(self.case.samples)) for prompt in prompts]
-        requests = [GroupRequest(prompt=p.token_ids, seeds=own) for p, own in zip(prompts, seeds, strict=True)]
-        sampling = Sampling(max_tokens=self.case.response_tokens, ignore_eos=not self.case.ends_every)
-        with self.phases("rollout"):
-            samples = self.engine.generate(requests, sampling)
-        rewards = torch.tensor([float(sum(sample.token_ids) % 2) for sample in samples], dtype=torch.float64)
-        experience = to_rollouts(prompts, range(len(prompts)), samples).scored(
-            rewards_N=rewards, valid_N=torch.ones(len(samples), dtype=torch.bool)
-        )
-        plan = self.schedule.plan(experience, step)
-        old_logprobs = self.actor.logprobs(experience, plan)
-        experience = experience.evaluated(old_logprobs=old_logprobs, ref_logprobs=None, values=None)
-        batch = self.algorithm.assign_credit(experience, Solo())
-        with self.phases("update"):
-            for mini_batch in self.schedule.mini_batches(batch, step):
-                self.actor.update(mini_batch, self.algorithm, 1e-6, Tally())
-        return samples
-
-    def _prompts(self, step: int) -> list[Prompt]:
-        generator = torch.Generator().manual_seed(step)
-        return [
-            Prompt(
-                id=i,
-                token_ids=tuple(torch.randint(10, 400, (self.case.prompt_tokens,), generator=generator).tolist()),
-                prompt="",
-                target=None,
-                source="bench",
-                extra={},
-            )
-            for i in range(self.case.prompts)
-        ]
+        return super().step(step)
 
 
 class Phases:
@@ -229,18 +176,6 @@ def case_config(case: Case) -> Config:
         NUM_SLOTS: case.slots,
     }
     return plainly(load_mapping({**given, **case.settings}).config, "cuda")
-
-
-def _model(case: Case, config: Config, target: Target) -> LanguageModel:
-    model = shaped_model(case.shape, target, quantization=config.actor_rollout_ref.model.quantization)
-    if case.ends_every:
-        vocabulary = model.module.config.get_text_config().vocab_size
-        model = dataclasses.replace(model, stop_ids=frozenset(range(0, vocabulary, case.ends_every)))
-    rank = config.actor_rollout_ref.model.lora_rank
-    if not rank:
-        return model
-    settings = Settings(rank=rank, alpha=config.actor_rollout_ref.model.lora_alpha)
-    return model.adapted("actor", new_adapter(model.module, settings, ["all-linear"], 1))
 
 
 @contextmanager

@@ -26,7 +26,7 @@ from ullage.engine.replay import is_out_of_memory
 from ullage.model.target import Target
 from ullage.planner.hardware import GPU, find_gpu
 from ullage.planner.seconds import step_seconds
-from ullage.run.trace_phases import traced_target
+from ullage.run.traced_plan import stand_in_of
 
 FACTORS = (1.03, 0.97)
 """Of the predicted least capacity: a run must go through under the first and fail under the second."""
@@ -95,7 +95,7 @@ def trace(draw: Draw, gpu: GPU) -> Predicted:
 
     with TemporaryDirectory() as folder:
         Path(folder, "config.json").write_text(json.dumps(MODELS[draw.model]), encoding="utf-8")
-        return predict(draw.config, folder, traced_target(capability(gpu), gpu.memory_bytes))
+        return predict(draw.config, folder, stand_in_of(gpu))
 
 
 def rehearse(draw: Draw, target: Target, phases: Phases) -> None:
@@ -103,12 +103,9 @@ def rehearse(draw: Draw, target: Target, phases: Phases) -> None:
     from ullage.run.rehearsal import Rehearsal
 
     fields = dict(MODELS[draw.model])
-    Rehearsal(draw.config, AutoConfig.for_model(fields.pop("model_type"), **fields), target, phases).step()
-
-
-def capability(gpu: GPU) -> tuple[int, int]:
-    major, _, minor = (gpu.compute_capability or "9.0").partition(".")
-    return int(major), int(minor or 0)
+    Rehearsal(
+        draw.config, AutoConfig.for_model(fields.pop("model_type"), **fields), target, phases, mix="fullest"
+    ).step()
 
 
 def gpu_of(target: Target, name: str | None) -> GPU:
@@ -275,7 +272,7 @@ def predicted(draw: Draw, gpu: GPU, predictor: Predictor) -> dict[str, Any]:
         "least_bytes": traced.least_bytes,
         "host_bytes": traced.host_bytes,
         "rivals": {name: rule(layout) for name, rule in RIVALS.items()},
-        "step_seconds": {name: round(value, 4) for name, value in step_seconds(layout, gpu, 1).items()},
+        "step_seconds": {name: round(value, 4) for name, value in step_seconds(layout, gpu).items()},
         "seconds": {name: round(value, 4) for name, value in taken.items()},
     }
 

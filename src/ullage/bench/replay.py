@@ -81,16 +81,16 @@ def _trained(
                 done = step
         except torch.OutOfMemoryError as error:
             row["why"] = str(error).splitlines()[0]
-    for line in training.replays:
+    for line in training.lines:
         say(line)
     return row | {
         "steps": done,
         "finished": done == steps,
-        "replays": len(training.replays),
+        "replays": len(training.lines),
         "budget_before": case.micro_batch,
         "budget_after": training.actor.limits.max_tokens,
         "peak_gib": round(max(peaks) / GIB, 2),
-        "weights_finite": all(bool(p.isfinite().all()) for p in training.model.module.parameters()),
+        "weights_finite": all(bool(p.isfinite().all()) for p in training.actor.model.module.parameters()),
     }
 
 
@@ -101,4 +101,4 @@ def _mine(training: Training, fault: Fault) -> None:
         if fault.runs_out(training.phases.current, training.current_step):
             raise torch.OutOfMemoryError("injected")
 
-    training.model.module.get_input_embeddings().register_forward_hook(hook)
+    training.actor.model.module.get_input_embeddings().register_forward_hook(hook)

@@ -7,13 +7,23 @@ from dataclasses import replace
 
 from ullage.base.errors import UsageError
 from ullage.base.units import bytes_text, seconds_text
-from ullage.planner.advise import SPEEDS, Advice, base_config, least_bytes, what_fits, what_it_needs
+from ullage.cli.errors_text import shown
+from ullage.planner.advise import (
+    SHOWN,
+    SPEEDS,
+    Advice,
+    base_config,
+    least_bytes,
+    what_fits,
+    what_it_needs,
+    what_it_would_need,
+    what_would_fit,
+)
 from ullage.planner.hardware import Machine, parse_machine, parse_size
 from ullage.planner.model_shape import Shape, find_shape
-from ullage.telemetry.view import encodable, printable
+from ullage.planner.spread import NOT_YET
 
 HELP = "what these GPUs can train, or what a model needs"
-_SHOWN = 3
 _FIT_COLUMNS = ("method", "algorithm", "largest model", "GPU", "host", "a step", "settings")
 _NEED_COLUMNS = ("method", "algorithm", "least GPU", "1,000 steps", "a step", "on", "price of", "settings")
 _ALREADY_SAID = ("algorithm.", "data.", "actor_rollout_ref.model.", "critic.model.")
@@ -45,23 +55,40 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 def _show_fits(machine: Machine, context: int, *, as_json: bool) -> None:
     found = what_fits(machine, context)
+    spread = what_would_fit(machine, context, found)
     if as_json:
-        told = {"context": context, "advice": [advice.as_json() for advice in found], "formulas": SPEEDS}
+        told = {
+            "context": context,
+            "advice": [advice.as_json() for advice in found],
+            "sharded": [advice.as_json() for advice in spread],
+            "formulas": SPEEDS,
+        }
         print(json.dumps(told, indent=2))
         return
     lines = [f"{machine.text}: {bytes_text(machine.gpu.memory_bytes)} usable on each GPU; {_workload(context)}", ""]
     rows: list[tuple[str, ...]] = [_FIT_COLUMNS]
     rows += [_fit_row(advice) for advice in found]
-    lines += [*_table(rows), "", *_notes(machine)]
+    lines += _table(rows)
+    if spread:
+        lines += ["", f"with weights shared out over the {machine.gpus} GPUs, {NOT_YET}:", ""]
+        lines += _table([(*_FIT_COLUMNS[:-1], "sharding", "settings"), *(_spread_row(advice) for advice in spread)])
+    lines += ["", *_notes(machine)]
     _print(lines)
 
 
 def _show_needs(shape: Shape, context: int, *, as_json: bool) -> None:
     found = what_it_needs(shape, context)
     least = {key: least_bytes(shape, *key, context) for key in found}
+    spread = what_it_would_need(shape, context, found)
     if as_json:
         told = [
-            {"method": key[0], "algorithm": key[1], "least_bytes": least[key], "fits_on": [a.as_json() for a in fits]}
+            {
+                "method": key[0],
+                "algorithm": key[1],
+                "least_bytes": least[key],
+                "fits_on": [advice.as_json() for advice in fits],
+                "sharded_on": [advice.as_json() for advice in spread[key]],
+            }
             for key, fits in found.items()
         ]
         said = {"model": shape.name, "parameters": shape.parameters, "context": context}
@@ -72,7 +99,12 @@ def _show_needs(shape: Shape, context: int, *, as_json: bool) -> None:
     for key, fits in found.items():
         rows += [_need_row(advice, least[key]) for advice in _different(fits)]
         rows += [] if fits else [(*_named(*key), bytes_text(least[key]), "-", "-", "no GPU known here", "-", "-")]
-    lines += [*_table(rows), "", *([f"- {shape.assumption}"] if shape.assumption else []), *_notes(None)]
+    lines += _table(rows)
+    if any(spread.values()):
+        lines += ["", f"with weights shared out over a machine's GPUs, {NOT_YET}:", ""]
+        shared = [_shared_row(advice) for each in spread.values() for advice in each]
+        lines += _table([(*_NEED_COLUMNS[:2], "each GPU", *_NEED_COLUMNS[3:-1], "sharding", "settings"), *shared])
+    lines += ["", *([f"- {shape.assumption}"] if shape.assumption else []), *_notes(None)]
     _print(lines)
 
 
@@ -81,7 +113,7 @@ def _different(fits: list[Advice]) -> list[Advice]:
     first: dict[str, Advice] = {}
     for advice in fits:
         first.setdefault(advice.machine.gpu.name, advice)
-    return list(first.values())[:_SHOWN]
+    return list(first.values())[:SHOWN]
 
 
 def _fit_row(advice: Advice) -> tuple[str, ...]:
@@ -99,6 +131,20 @@ def _need_row(advice: Advice, least: int) -> tuple[str, ...]:
     dated = "-" if rented is None or cost is None else rented.date
     seconds = "-" if advice.seconds is None else seconds_text(advice.seconds)
     return (*_named(advice.method, advice.algorithm), bytes_text(least), price, seconds, where, dated, _keys(advice))
+
+
+def _spread_row(advice: Advice) -> tuple[str, ...]:
+    *row, keys = _fit_row(advice)
+    return (*row, _sharding(advice), keys)
+
+
+def _shared_row(advice: Advice) -> tuple[str, ...]:
+    *row, keys = _need_row(advice, 0 if advice.option is None else advice.option.peak_bytes)
+    return (*row, _sharding(advice), keys)
+
+
+def _sharding(advice: Advice) -> str:
+    return "-" if advice.sharding is None else advice.sharding.text
 
 
 def _named(method: str, algorithm: str) -> tuple[str, str]:
@@ -133,4 +179,4 @@ def _table(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _print(lines: list[str]) -> None:
-    print(encodable(printable("\n".join(lines)), sys.stdout))
+    print(shown("\n".join(lines), sys.stdout))

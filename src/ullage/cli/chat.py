@@ -6,6 +6,7 @@ import argparse
 import json
 import secrets
 import sys
+from contextlib import closing
 from typing import TYPE_CHECKING
 
 from ullage.base.errors import DoesNotFitError, UsageError
@@ -36,10 +37,11 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     if arguments.max_tokens < 1:
         raise UsageError(f"--max-tokens {arguments.max_tokens}: must be at least 1")
     conversation = open_conversation(arguments)
-    if arguments.prompt is not None:
+    with closing(conversation):
+        if arguments.prompt is None:
+            return _converse(conversation, as_json=arguments.json)
         _turn(conversation, arguments.prompt, as_json=arguments.json)
         return 0
-    return _converse(conversation, as_json=arguments.json)
 
 
 def open_conversation(arguments: argparse.Namespace) -> Conversation:
@@ -125,9 +127,9 @@ def _turn(conversation: Conversation, text: str, *, as_json: bool) -> None:
 def _as_json(reply: Reply) -> dict[str, object]:
     return {
         "response": reply.text,
-        "token_ids": reply.sample.token_ids,
-        "logprobs": reply.sample.logprobs,
-        "finish_reason": reply.sample.finish_reason,
+        "token_ids": reply.token_ids,
+        "logprobs": reply.logprobs,
+        "finish_reason": reply.finish_reason,
         "prompt_ids": reply.prompt_ids,
     }
 

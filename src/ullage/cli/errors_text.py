@@ -3,9 +3,9 @@
 import json
 import sys
 import traceback
+from typing import TextIO
 
 from ullage.base.errors import UllageError
-from ullage.telemetry.view import encodable, printable
 
 
 def report(error: UllageError, *, as_json: bool) -> int:
@@ -36,4 +36,13 @@ def show_traceback() -> None:
 
 def _say(text: str) -> None:
     if sys.stderr is not None:
-        print(encodable(printable(text), sys.stderr), file=sys.stderr)
+        print(shown(text, sys.stderr), file=sys.stderr)
+
+
+def shown(text: str, stream: TextIO) -> str:
+    """Text as a stream can show it, whatever names are in it."""
+    if text.isascii() and text.replace("\n", "").isprintable():
+        return text
+    from ullage.telemetry.view import encodable, printable  # loads more than most commands need
+
+    return encodable(printable(text), stream)

@@ -2,6 +2,7 @@
 
 import argparse
 import difflib
+import errno
 import os
 import re
 import select
@@ -13,7 +14,7 @@ from typing import NamedTuple, NoReturn
 
 import ullage
 from ullage.base.allocator import expand_segments
-from ullage.base.errors import InterruptedRunError, UllageError, UsageError
+from ullage.base.errors import InterruptedRunError, UllageError, UsageError, WriteError
 from ullage.cli.errors_text import report, report_bug, show_traceback
 
 _OVERRIDE = re.compile(r"(--)?[A-Za-z_]\w*(\.\w+)+=|--[A-Za-z_]\w*(\.\w+)+$")
@@ -35,6 +36,7 @@ VERBS: dict[str, Verb] = {
     "resume": Verb("continue a run that was stopped", takes_overrides=True),
     "eval": Verb("score a run or a model on held-out data", takes_overrides=True),
     "chat": Verb("talk to a run or a model"),
+    "serve": Verb("serve a run or a model to OpenAI clients"),
     "export": Verb("write a run's weights as a Hugging Face folder, or its adapter as a PEFT folder"),
     "ls": Verb("list runs"),
     "bench": Verb("measure speed and memory on this machine"),
@@ -84,6 +86,9 @@ def _guarded(words: list[str], *, debug: bool, as_json: bool) -> int:
     except Exception as error:  # noqa: BLE001 -- the last line of defence: users get one line, --debug the traceback
         if debug:
             show_traceback()
+        if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
+            _turn_stdout_away()  # it may be what is full
+            return report(WriteError(f"cannot write: {error.strerror}", "make room, or write elsewhere"), as_json=False)
         return report_bug(error, as_json=as_json)
 
 
@@ -110,7 +115,10 @@ def _dispatch(words: list[str]) -> int:
         parser.print_help()
         return 0
     overrides, words = _split_overrides(words, name)
-    arguments = parser.parse_args(words)
+    arguments, unknown = parser.parse_known_args(words)
+    if unknown:
+        told = f"see ullage {name} --help; a value with spaces goes in quotes"
+        raise UsageError(f"unrecognized arguments: {' '.join(unknown)}", told)
     code: int = module.run(arguments, overrides)
     return code
 
@@ -139,5 +147,10 @@ def _stdout_is_broken() -> bool:
     watch.register(sys.stdout.fileno(), select.POLLOUT)
     broken = any(event & select.POLLERR for _, event in watch.poll(0))
     if broken:
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        _turn_stdout_away()
     return broken
+
+
+def _turn_stdout_away() -> None:
+    if sys.stdout is not None:
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())

@@ -4,13 +4,17 @@ PyYAML only parses here. Its own construction of values follows YAML 1.1, where 
 may name a Python object.
 """
 
-import re
-from pathlib import Path
-from typing import Any, NoReturn
+from __future__ import annotations
 
-import yaml
+import re
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from ullage.base.errors import ConfigError
+
+if TYPE_CHECKING:
+    import yaml  # loaded by those that read or write it: most verbs do not
 
 MAX_BYTES = 1_000_000
 MAX_NODES = 20_000
@@ -25,10 +29,16 @@ _SPECIAL_FLOAT = re.compile(r"[-+]?\.(inf|Inf|INF)|\.(nan|NaN|NAN)")
 _PLAIN_TAGS = {"tag:yaml.org,2002:str", "tag:yaml.org,2002:map", "tag:yaml.org,2002:seq"}
 
 
-class _Parser(yaml.SafeLoader):
-    """Parses without guessing types, so that the only tags left are those the file itself wrote."""
+@cache
+def _parser() -> type[yaml.SafeLoader]:
+    import yaml
 
-    yaml_implicit_resolvers = {}  # noqa: RUF012 -- PyYAML's own class attribute
+    class Parser(yaml.SafeLoader):
+        """Parses without guessing types, so that the only tags left are those the file itself wrote."""
+
+        yaml_implicit_resolvers = {}  # noqa: RUF012 -- PyYAML's own class attribute
+
+    return Parser
 
 
 def read_file(path: Path) -> object:
@@ -49,8 +59,10 @@ def read_file(path: Path) -> object:
 
 def read_text(text: str, source: str) -> object:
     """The value of YAML text; `source` names it in messages."""
+    import yaml
+
     try:
-        node = yaml.compose(text, Loader=_Parser)
+        node = yaml.compose(text, Loader=_parser())
         return None if node is None else _Builder(source).build(node, 0)
     except yaml.MarkedYAMLError as error:
         mark = error.problem_mark or error.context_mark
@@ -101,6 +113,8 @@ class _Builder:
         if node.tag not in _PLAIN_TAGS:
             tag = node.tag.replace("tag:yaml.org,2002:", "!!")
             self.refuse(node, f"the tag {tag} is not allowed", "a config holds plain values; nothing in it is executed")
+        import yaml
+
         if isinstance(node, yaml.MappingNode):
             return self.mapping(node, depth)
         if isinstance(node, yaml.SequenceNode):
@@ -125,12 +139,19 @@ class _Builder:
         raise ConfigError(f"{self.source}:{node.start_mark.line + 1}: {what}", remedy)
 
 
-class _Writer(yaml.SafeDumper):
-    """Writes YAML that `read_text` reads back unchanged."""
+@cache
+def _writer() -> type[yaml.SafeDumper]:
+    import yaml
 
-    def ignore_aliases(self, data: object) -> bool:
-        """A value used twice is written twice."""
-        return True
+    class Writer(yaml.SafeDumper):
+        """Writes YAML that `read_text` reads back unchanged."""
+
+        def ignore_aliases(self, data: object) -> bool:
+            """A value used twice is written twice."""
+            return True
+
+    Writer.add_representer(str, _represent_text)
+    return Writer
 
 
 def _represent_text(writer: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
@@ -140,11 +161,10 @@ def _represent_text(writer: yaml.SafeDumper, text: str) -> yaml.ScalarNode:
     return writer.represent_scalar("tag:yaml.org,2002:str", text, style=style)
 
 
-_Writer.add_representer(str, _represent_text)
-
-
 def write_text(value: object) -> str:
     """The value as YAML, keys in the order given."""
-    text = yaml.dump(value, Dumper=_Writer, sort_keys=False, allow_unicode=True, width=120)
+    import yaml
+
+    text = yaml.dump(value, Dumper=_writer(), sort_keys=False, allow_unicode=True, width=120)
     assert isinstance(text, str), "yaml.dump without a stream returns text"
     return text

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from itertools import product
 from typing import Any, Literal
 
@@ -15,11 +15,15 @@ from ullage.planner.fixes import least, trains
 from ullage.planner.hardware import Instance, Machine, gpus, instances
 from ullage.planner.model_shape import Shape, bundled_shapes
 from ullage.planner.seconds import FORMULAS
+from ullage.planner.sharding import Sharding
+from ullage.planner.spread import Spread, best_spread
 
 Method = Literal["full", "LoRA", "QLoRA"]
 METHODS: tuple[Method, ...] = ("full", "LoRA", "QLoRA")
 ALGORITHMS = ("grpo", "ppo")
 RANK = 32
+SHOWN = 3
+"""Kinds of GPU that are told for a method."""
 PROMPT_SHARE = 4
 """A context is one part prompt and three parts response."""
 SPEEDS = (
@@ -49,6 +53,8 @@ class Advice:
     shape: Shape | None
     option: Option | None
     instance: Instance | None = None
+    sharding: Sharding | None = None
+    """How the weights would have to be shared out, which Ullage cannot do yet; None: whole replicas."""
 
     @property
     def seconds(self) -> float | None:
@@ -71,7 +77,8 @@ class Advice:
             "gpu": self.machine.gpu.name,
             "gpus": self.machine.gpus,
             "capacity_bytes": self.machine.gpu.memory_bytes,
-            "fits": option is not None,
+            "fits": option is not None and self.sharding is None,
+            "sharding": None if self.sharding is None else asdict(self.sharding),
             "peak_bytes": None if option is None else option.peak_bytes,
             "binding_phase": None if option is None else option.binding_phase,
             "host_bytes": None if option is None else option.host_bytes * self.machine.count,
@@ -83,6 +90,10 @@ class Advice:
             "price_date": None if rented is None else rented.date,
             "usd_per_1000_steps": self.cost,
         }
+
+
+Needs = dict[tuple[Method, str], list[Advice]]
+"""By method and algorithm."""
 
 
 def base_config(method: Method, algorithm: str, context: int) -> tuple[Config, dict[str, object]]:
@@ -160,13 +171,13 @@ def _fastest_of(shape: Shape, method: Method, algorithm: str, context: int, mach
     return Search(shape, method, algorithm, context).fastest(machine)
 
 
-def what_it_needs(shape: Shape, context: int) -> dict[tuple[Method, str], list[Advice]]:
+def what_it_needs(shape: Shape, context: int) -> Needs:
     """For every method the instances that it fits on, by cost of 1,000 steps; then the GPUs that nobody here rents."""
     able = [rented for rented in instances() if trains(rented.machine.gpu)]
     owned = {rented.machine.gpu for rented in able}
     bare = [Machine(gpu=gpu) for gpu in gpus() if trains(gpu) and gpu not in owned]
     machines = [(each.machine, each) for each in able] + [(machine, None) for machine in bare]
-    found: dict[tuple[Method, str], list[Advice]] = {}
+    found: Needs = {}
     for method, algorithm in product(METHODS, ALGORITHMS):
         needed = least_bytes(shape, method, algorithm, context)
         search = Search(shape, method, algorithm, context)
@@ -180,6 +191,69 @@ def what_it_needs(shape: Shape, context: int) -> dict[tuple[Method, str], list[A
                 advice.append(made)
         found[method, algorithm] = sorted(advice, key=_order)
     return found
+
+
+# --- weights shared out over GPUs: by formula only ---
+
+
+def what_would_fit(machine: Machine, context: int, found: list[Advice]) -> list[Advice]:
+    """For every method the largest bundled model that its GPUs would hold between them, where it is a larger one."""
+    whole = {(each.method, each.algorithm): 0 if each.shape is None else each.shape.parameters for each in found}
+    advice = []
+    for (method, algorithm), parameters in whole.items():
+        larger = [shape for shape in bundled_shapes().values() if shape.parameters > parameters]
+        for shape in sorted(larger, key=lambda shape: -shape.parameters) if machine.gpus > 1 else ():
+            made = _shared_out(shape, method, algorithm, context, machine)
+            if made is not None:
+                advice.append(made)
+                break
+    return advice
+
+
+def what_it_would_need(shape: Shape, context: int, found: Needs) -> Needs:
+    """Where few kinds of GPU hold a whole replica: machines that would hold one between their GPUs, by cost."""
+    able = [rented for rented in instances() if trains(rented.machine.gpu) and rented.machine.gpus > 1]
+    worth = sorted(able, key=lambda rented: (rented.price is None, _price_of_a_flop(rented)))
+    advice: Needs = {}
+    for (method, algorithm), whole in found.items():
+        kinds, sharded = {each.machine.gpu.name for each in whole}, dict[str, Advice]()
+        for rented in worth:
+            if len(kinds) + len(sharded) >= SHOWN:
+                break
+            if rented.machine.gpu.name not in {*kinds, *sharded}:
+                made = _shared_out(shape, method, algorithm, context, rented.machine)
+                if made is not None:
+                    sharded[rented.machine.gpu.name] = replace(made, instance=rented)
+        advice[method, algorithm] = sorted(sharded.values(), key=_order)
+    return advice
+
+
+def _price_of_a_flop(rented: Instance) -> float:
+    return (rented.price or 0.0) / (rented.machine.gpus * rented.machine.gpu.tflops_bf16)
+
+
+def _shared_out(shape: Shape, method: Method, algorithm: str, context: int, machine: Machine) -> Advice | None:
+    config, settings = base_config(method, algorithm, context)
+    held = weights(shape, quantisation="nf4" if method == "QLoRA" else None).bytes
+    if held > machine.gpus * machine.gpu.memory_bytes:
+        return None
+    needed = least(shape, config, machine, sharding=Sharding(data=machine.gpus, shards=machine.gpus))
+    if needed is None or needed > machine.gpu.memory_bytes:
+        return None
+    spread = best_spread(shape, config, machine)
+    if spread is None:
+        return None
+    option = _option_of(spread, config, settings)
+    return Advice(
+        method=method, algorithm=algorithm, machine=machine, shape=shape, option=option, sharding=spread.sharding
+    )
+
+
+def _option_of(spread: Spread, config: Config, settings: dict[str, object]) -> Option:
+    usual = plain(config, "cuda")
+    changed = {key: value for key, value in spread.chosen.items() if value != usual[key]}
+    binding = spread.binding
+    return Option({**settings, **changed}, binding.total_bytes, binding.name, spread.host_bytes, spread.step_seconds)
 
 
 def least_bytes(shape: Shape, method: Method, algorithm: str, context: int) -> int:

@@ -1,6 +1,7 @@
 """Keys that are left open, filled: of all combinations that fit the memory there is, the one that is fastest.
 
-None of them changes what is learned. Phases share what stays on the device and are independent beside it, so that a
+A plainer one, with fewer levers pulled, is taken where that costs no more than a hundredth of the time. None of them
+changes what is learned. Phases share what stays on the device and are independent beside it, so that a
 combination's memory and time are sums of parts, each of which depends on few keys and is worked out once.
 """
 
@@ -10,7 +11,7 @@ import copy
 import math
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import cached_property
+from functools import cache, cached_property
 from itertools import product
 from typing import Any, NamedTuple
 
@@ -31,6 +32,7 @@ from ullage.planner.seconds import (
     step_seconds,
     update_work,
 )
+from ullage.planner.sharding import Sharding
 
 RECOMPUTED: tuple[object, ...] = ("none", 0.25, 0.5, 0.75, "full")
 SHARES = (0.2, 0.36, 0.6)
@@ -40,6 +42,16 @@ SLOTS = (8, 16, 32, 64, 128, 256)
 DECODING = ("rollout", "eval")
 """Phases that depend on slots."""
 NO_SCALE: Mapping[str, float] = {}
+WORTH = 0.01
+"""Share of a step's time below which a lever is not pulled for it."""
+PLAIN: Mapping[str, object] = {
+    "optimizer_state": "device",
+    "gradients": "weights",
+    "offload_roles": False,
+    "recompute": "none",
+    "activation_offload": "none",
+}
+"""Levers, let go."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -86,6 +98,10 @@ class Way(NamedTuple):
     host_bytes: int
 
     @property
+    def levers(self) -> int:
+        return levers_of(self.held) + levers_of(self.made)
+
+    @property
     def values(self) -> dict[str, object]:
         """By path in the config."""
         return {PATHS[name]: value for name, value in (self.held._asdict() | self.made._asdict()).items()}
@@ -94,8 +110,17 @@ class Way(NamedTuple):
         return self.spare_bytes >= 0 and (host is None or self.host_bytes <= host)
 
 
+@cache
+def levers_of(part: Held | Made) -> int:
+    """How many are pulled."""
+    return sum(getattr(part, name, plain) != plain for name, plain in PLAIN.items())
+
+
 def choose(shape: Shape, config: Config, machine: Machine, *, scale: Mapping[str, float] = NO_SCALE) -> Choice:
-    """The fastest combination that fits; where none does, the one that needs least.
+    """The fastest combination that fits, up to `WORTH`; where none does, the one that needs least.
+
+    No lever of it that is let go leaves a combination that fits and is faster; no other step of the tokens of a pass or
+    of the slots fits and is faster by more than `WORTH`.
 
     Args:
         scale: measured over predicted memory of earlier runs on this machine, by phase.
@@ -105,7 +130,7 @@ def choose(shape: Shape, config: Config, machine: Machine, *, scale: Mapping[str
     capacity = capacity_of(config, machine)
     way, fits = space.best(machine.gpu, capacity, host, scale)
     values, opened = way.values, open_keys(config)
-    reasons = Reasons(space, way, machine.gpu, capacity, scale)
+    reasons = Reasons(space, way, machine.gpu, capacity, host, scale)
     why = {path: reasons.of(name, fits=fits) for name, path in PATHS.items() if path in opened}
     return Choice(values={key: values[key] for key in opened}, why=why, fits=fits)
 
@@ -137,11 +162,10 @@ def peak_phase(layout: Layout, scale: Mapping[str, float] = NO_SCALE) -> Phase:
 
 
 class Space:
-    """All combinations of a config's open keys; keys that have a value keep it."""
+    """All combinations of a config's open keys; keys that have a value keep it. Whole replicas, unless shared out."""
 
-    def __init__(self, shape: Shape, config: Config, ranks: int) -> None:
-        self.base = Layout(shape, config, ranks=ranks)
-        self.ranks = ranks
+    def __init__(self, shape: Shape, config: Config, ranks: int, sharding: Sharding | None = None) -> None:
+        self.base = Layout(shape, config, ranks=ranks, sharding=sharding)
         self._given = {name: value_of(config, path) for name, path in PATHS.items()}
 
     def layout(self, held: Held, made: Made) -> Layout:
@@ -157,7 +181,7 @@ class Space:
 
     def seconds(self, held: Held, made: Made, gpu: GPU) -> float:
         """Of a step."""
-        return sum(step_seconds(self.layout(held, made), gpu, self.ranks).values())
+        return sum(step_seconds(self.layout(held, made), gpu).values())
 
     # --- what there is to choose from; the first of each is a run that needs no memory saved ---
 
@@ -183,7 +207,7 @@ class Space:
     def slots(self) -> tuple[int, ...]:
         """Up to one for each sample."""
         data, n = self.base.config.data, self.base.config.actor_rollout_ref.rollout.n
-        samples = -(-data.train_batch_size // self.ranks) * n
+        samples = -(-data.train_batch_size // self.base.sharding.data) * n
         below = tuple(count for count in SLOTS if count < samples)
         return (*below, samples) if samples <= SLOTS[-1] else below
 
@@ -193,7 +217,7 @@ class Space:
         base, data = self.base, self.base.config.data
         n = 1 if base.supervised else base.config.actor_rollout_ref.rollout.n
         prompts = base.config.actor_rollout_ref.actor.ppo_mini_batch_size or data.train_batch_size
-        whole = -(-prompts // self.ranks) * (data.max_prompt_length + n * data.max_response_length)
+        whole = -(-prompts // base.sharding.data) * (data.max_prompt_length + n * data.max_response_length)
         found = [base.longest]
         power = 1 << base.longest.bit_length()
         while power <= MOST_TOKENS and found[-1] < whole:
@@ -224,14 +248,17 @@ class Space:
         return {phase.name: phase.allocated_bytes - resident for phase in self.layout(held, made).phases()}
 
     @cached_property
-    def beside(self) -> dict[tuple[str, bool, Made], dict[str, int]]:
-        """Bytes beside what stays, of each phase that does not decode."""
-        first = self.held[0]
-        kinds = dict.fromkeys((held.gradients, held.offload_roles) for held in self.held)
+    def beside(self) -> dict[tuple[bool, Made], dict[str, int]]:
+        """Bytes beside what stays, of each phase that does not decode: what passes make, and roles that come for it."""
+        first, plain = self.held[0], self.made[0]
+        parking = dict.fromkeys(held.offload_roles for held in self.held)
+        here = {roles: self._beside(first._replace(offload_roles=roles), plain) for roles in parking}
         found = {}
-        for (gradients, roles), made in product(kinds, self.made):
-            own = self._beside(first._replace(gradients=gradients, offload_roles=roles), made)
-            found[gradients, roles, made] = {name: count for name, count in own.items() if not self._decodes(name)}
+        for made in self.made:
+            own = {name: count for name, count in self._beside(first, made).items() if not self._decodes(name)}
+            for roles, counts in here.items():  # who comes does not depend on what passes make
+                came = {name: counts[name] - here[first.offload_roles][name] for name in own}
+                found[roles, made] = {name: count + came[name] for name, count in own.items()}
         return found
 
     @cached_property
@@ -285,24 +312,30 @@ class Space:
     def best(
         self, gpu: GPU, capacity: int, host: int | None, scale: Mapping[str, float] = NO_SCALE
     ) -> tuple[Way, bool]:
-        """The fastest that fits, and True; or the one that needs least, and False. The plainest of equals."""
+        """The fastest that fits, or a plainer one that is as fast but for `WORTH`, and True; or what needs least."""
         ways = self.ways(gpu, capacity, host, scale)
         fitting = sorted((way for way in ways if way.fits(host)), key=lambda way: round(way.seconds, 6))
-        for way in fitting:
-            # The parts are taken from sums that need not be sums of parts: these have the last word.
+
+        def holds(way: Way) -> bool:
+            """The parts are taken from sums that need not be sums of parts: these have the last word."""
             layout = self.layout(way.held, way.made)
             enough = host is None or sum(layout.host().values()) <= host
-            if enough and peak_phase(layout, scale).total_bytes <= capacity:
-                return way, True
+            return enough and peak_phase(layout, scale).total_bytes <= capacity
+
+        fastest = next(filter(holds, fitting), None)
+        if fastest is not None:
+            near = [way for way in fitting if fastest.seconds <= way.seconds <= (1 + WORTH) * fastest.seconds]
+            plainer = sorted((way for way in near if way.levers < fastest.levers), key=lambda way: way.levers)
+            return next(filter(holds, plainer), fastest), True
         affordable = [way for way in ways if host is None or way.host_bytes <= host]
         return max(affordable or ways, key=lambda way: (way.spare_bytes, -way.seconds)), False
 
     def ways(self, gpu: GPU, capacity: int, host: int | None, scale: Mapping[str, float] = NO_SCALE) -> list[Way]:
-        """For everything that can stay, the fastest passes that fit beside it; or those that need least."""
+        """For everything that can stay, and each number of levers, the fastest passes that fit beside it; or those
+        that need least."""
         free = capacity - c.CONTEXT
         seconds_slots, seconds_stays, seconds_passes = (
-            {key: sum(work.seconds(gpu, self.ranks) for work in parts) for key, parts in table.items()}
-            for table in self.work
+            {key: sum(work.seconds(gpu) for work in parts) for key, parts in table.items()} for table in self.work
         )
 
         def left(own: Mapping[str, int]) -> float:
@@ -311,36 +344,42 @@ class Space:
             return min(room, default=math.inf)
 
         passes: dict[tuple[str, bool], list[tuple[float, Limit, Made]]] = {}
-        for (gradients, roles, made), own in self.beside.items():
+        for (roles, made), own in self.beside.items():
             limit = Limit(left(own), self.away[made])
-            passes.setdefault((gradients, roles), []).append((seconds_passes[gradients, made], limit, made))
+            for gradients in dict.fromkeys(held.gradients for held in self.held):
+                passes.setdefault((gradients, roles), []).append((seconds_passes[gradients, made], limit, made))
         passes = {kind: _undominated(listed) for kind, listed in passes.items()}
-        found = []
+        found: list[Way] = []
         for held, (resident, on_host) in self.resident.items():
             room = left(self.decoding[held.slots])
             stays = seconds_slots[held.slots] + seconds_stays[held._replace(slots=self.held[0].slots)]
+            listed = passes[held.gradients, held.offload_roles]
+            plainest = min(levers_of(made) for _, _, made in listed)
             best: Way | None = None
-            for seconds, limit, made in passes[held.gradients, held.offload_roles]:
+            fitting: dict[int, Way] = {}
+            for seconds, limit, made in listed:
                 spare = min(room, limit.resident_bytes) - resident
                 way = Way(held, made, stays + seconds, spare, on_host + limit.host_bytes)
-                if way.fits(host):
-                    best = way
+                if way.fits(host) and all(levers_of(made) < plainer for plainer in fitting):
+                    fitting[levers_of(made)] = way
+                if plainest in fitting:
                     break
                 if best is None or spare > best.spare_bytes:
                     best = way
-            assert best is not None, "there is a pass"
-            found.append(best)
+            found += fitting.values() or filter(None, [best])
         return found
 
 
 def _undominated(passes: list[tuple[float, Limit, Made]]) -> list[tuple[float, Limit, Made]]:
-    """By time, without those that leave no more of device and host than a faster one does."""
+    """By time, without those that leave no more of device and host than a faster one that is as plain does."""
     found: list[tuple[float, Limit, Made]] = []
     for each in sorted(passes, key=lambda each: round(each[0], 6)):
-        limit = each[1]
+        _, limit, made = each
         if not any(
-            other.resident_bytes >= limit.resident_bytes and other.host_bytes <= limit.host_bytes
-            for _, other, _ in found
+            other.resident_bytes >= limit.resident_bytes
+            and other.host_bytes <= limit.host_bytes
+            and levers_of(plainer) <= levers_of(made)
+            for _, other, plainer in found
         ):
             found.append(each)
     return found

@@ -27,6 +27,8 @@ PREFILL_TOKENS = 4096
 """Prompt tokens of one prefill pass (rollout/embedded/engine.py)."""
 SLAB = 64 * MIB
 """Host memory for activations grows by this much (engine/offload.py)."""
+LEAST_MOVED = MIB
+"""Smaller tensors stay on the device (engine/offload.py)."""
 BLOCK_8BIT = 256
 """Moments that share a float32 scale (engine/rules.py)."""
 CONTEXT = 783 * MIB
@@ -189,6 +191,8 @@ class Pass:
     compiled: bool = False
     rank: int = 0
     """Of adapters, where only they are trained: the model's own norms then need no gradient."""
+    more_keys: int = 0
+    """Keys beside the tokens' own: those of a prompt are gathered once more for each of its samples."""
 
 
 def saved_by_layer(shape: Shape, a: Pass) -> float:
@@ -196,22 +200,24 @@ def saved_by_layer(shape: Shape, a: Pass) -> float:
 
     Eager: T (16 h + 4 q + 4 k + 8 i + 4 n + 8): two norms with a float32 copy each, queries, keys, values, output and
     its normalisers, and four tensors of the MLP's width (facts of a trace, exact to 0.05 %). Two frozen norms keep
-    4 h less; norms of queries and keys add 6 (q + k). Compiled: T (8 h + 4 q + 4 k + 6 i + 4 n + 8), fitted to
-    update_h200_speed.json within 0.4 %. By traces of transformers' layers (tests/run/test_sharded_trace.py): latent
-    attention adds 8 B for each compressed number and its expanded keys and values; experts add 4 h for each that a
-    token goes through (sent there, and coming back) and 6 E + 34 K of routing.
+    4 h less; norms of queries and keys add 6 (q + k), frozen 4. Keys and values that several samples share are gathered
+    for each of them and kept so (model/attention.py): 4 k for each such token. Compiled: T (8 h + 4 q + 4 k + 6 i +
+    4 n + 8), fitted to update_h200_speed.json within 0.4 %. By traces of transformers' layers
+    (tests/run/test_sharded_trace.py): latent attention adds 8 B for each compressed number and its expanded keys and
+    values; experts add 4 h for each that a token goes through (sent there, and coming back) and 6 E + 34 K of routing.
     """
     h, n = shape.hidden, shape.heads
     attention = 2 * (shape.query + shape.values) + 2 * (shape.keys + shape.kv_heads * shape.head_size) + 4 * n
     norms = 8 * h if a.compiled else (12 if a.rank else 16) * h
     if shape.qk_norm and not a.compiled:
-        norms += 6 * (shape.query + shape.keys)
+        norms += (4 if a.rank else 6) * (shape.query + shape.keys)
     if shape.kv_lora_rank:
         attention += 8 * (shape.kv_lora_rank + shape.q_lora_rank) + 8 + 4 * shape.values
     per_token = norms + attention + (6 if a.compiled else 8) * mlp_width(shape) + 8 + 14 * a.rank
     if shape.experts:
         per_token += 6 * shape.experts + shape.experts_per_token * (4 * h + 34)
-    return a.tokens * per_token * a.width / 2
+    gathered = a.more_keys * 2 * (shape.keys + shape.kv_heads * shape.head_size)
+    return (a.tokens * per_token + gathered) * a.width / 2
 
 
 def mlp_width(shape: Shape) -> int:
@@ -222,12 +228,16 @@ def mlp_width(shape: Shape) -> int:
 
 
 def kept_by_recompute(shape: Shape, a: Pass, *, matmuls: bool) -> float:
-    """A layer that runs again keeps its input, T x h; with `matmuls` also the results of matrix products."""
+    """A layer that runs again keeps its input, T x h; with `matmuls` also the results of matrix products.
+
+    Those are attention's, with its normalisers, and one of each linear layer; of an adapted one three: its own, the
+    adapter's and the thin one between.
+    """
     h = shape.hidden
     per_token = 2 * h
     if matmuls:
-        attention = 2 * (shape.query + shape.values + shape.keys + shape.kv_heads * shape.head_size) + 4 * shape.heads
-        per_token += attention + 4 * h + 4 * mlp_width(shape)
+        linear = 2 * (shape.query + shape.keys + shape.kv_heads * shape.head_size + 2 * h) + 4 * mlp_width(shape)
+        per_token += (2 * linear + 14 * a.rank if a.rank else linear) + 2 * shape.values + 4 * shape.heads
     return a.tokens * per_token * a.width / 2
 
 
@@ -252,10 +262,11 @@ def activations(shape: Shape, a: Pass, *, recomputed: int, matmuls: bool, leavin
     )
 
 
-def working_layer(shape: Shape, a: Pass, *, recomputed: bool, arriving: float = 0) -> Term:
-    """The layer in its backward pass: what it computed again, gradients of three MLP tensors and two hidden ones.
+def working_layer(shape: Shape, a: Pass, *, recomputed: bool) -> Term:
+    """A layer in its backward pass: what it computed again, gradients of three MLP tensors and two hidden ones.
 
-    `arriving`: what is on its way back from the host.
+    So compiled layers, experts, and layers that are gathered (tests/run/test_sharded_trace.py); those of `Stack` need
+    less, for autograd frees one tensor of the MLP before it makes the next.
     """
     again = saved_by_layer(shape, a) if recomputed else 0.0
     passing = a.tokens * a.width * (3 * mlp_width(shape) + 2 * shape.hidden)
@@ -264,32 +275,45 @@ def working_layer(shape: Shape, a: Pass, *, recomputed: bool, arriving: float = 
         passing = max(passing, a.width * (shape.fused_experts - gone))
     return term(
         "working_layer",
-        again + passing + arriving,
-        "saved of one layer, run again + max(2 B x T (3 i + 2 h), experts' gradient) + what returns from the host",
+        again + passing,
+        "saved of one layer, run again + max(2 B x T (3 i + 2 h), experts' gradient)",
         T=a.tokens,
         again=again,
         passing=passing,
-        arriving=arriving,
     )
 
 
-def forward_layer(shape: Shape, a: Pass) -> Term:
+def forward_layer(shape: Shape, a: Pass, quantisation: Quantisation | None = None) -> Term:
     """Without gradients: three tensors of the MLP's width, three hidden ones, and an adapter's own result.
 
     Experts have a fourth, for gate and up are one tensor, the hidden states that were sent to them, and 4 E + 8 K of
-    routing.
+    routing. A quantised weight is wide when one tensor of the MLP less is there, and is made when two are missing.
     """
-    more = mlp_width(shape) if a.rank or shape.experts else 0
+    each = a.tokens * a.width * mlp_width(shape)
     sent, routing = shape.experts_per_token * shape.hidden, 4 * shape.experts + 8 * shape.experts_per_token
-    count = a.tokens * (a.width * (3 * mlp_width(shape) + 3 * shape.hidden + more + sent) + routing)
+    count = (4 if a.rank or shape.experts else 3) * each + a.tokens * (a.width * (3 * shape.hidden + sent) + routing)
+    if quantisation is not None:
+        plain, made = (dequantised(shape, width=width).bytes for width in (a.width, made_width(quantisation, a.width)))
+        count = max(count, count - each + plain, count - 2 * each + made)
     formula = "2 B x T (4 i + 3 h + K h)" if shape.experts else "2 B x T (3 i + 3 h)"
     return term("working_layer", count, formula, T=a.tokens, i=mlp_width(shape), h=shape.hidden)
+
+
+def embedded(shape: Shape, a: Pass) -> Term:
+    """Embeddings of tokens and positions, which transformers holds until all layers are through."""
+    each = a.width * (shape.hidden + 2 * (shape.head_size + shape.rope_head_size))
+    return term("working_layer", a.tokens * each, "2 B x T (h + 2 d), embeddings", T=a.tokens, h=shape.hidden)
 
 
 def dequantised(shape: Shape, *, width: int = 2) -> Term:
     """The one linear layer that is wide at the moment."""
     largest = max(layer.size for _, layer in shape.linears)
     return term("working_layer", width * largest, "2 B x largest linear layer, in its plain form", largest=largest)
+
+
+def made_width(quantisation: Quantisation, width: int) -> int:
+    """Bytes of a number where a weight is made wide: from int8 it is float32 first (model/quantise.py)."""
+    return width + (4 if quantisation == "int8" else 0)
 
 
 # --- the output head ---
@@ -313,16 +337,17 @@ def head_forward(shape: Shape, a: Pass) -> Term:
 def head_backward(shape: Shape, a: Pass, *, trained: bool) -> Term:
     """max(chunk of logits + float32 gradient of the weight, that gradient in float32 and as it is handed over).
 
-    Beside it, hidden states, their gradient, and what the last norm keeps: 4 h M + (8 h + 4) T.
+    Beside it, hidden states, their gradient, and what the last norm keeps: 4 h M + (6 h + 4) T, or 4 h where it is
+    frozen.
     """
-    chunk = min(HEAD_CHUNK, a.positions)
+    chunk, each = min(HEAD_CHUNK, a.positions), a.width * shape.hidden
     logits = 4 * chunk * shape.vocabulary
     peak = max(logits + 4 * shape.table, (4 + a.width) * shape.table) if trained else logits
-    count = peak + 2 * a.width * shape.hidden * a.positions + (8 * shape.hidden + 4) * a.tokens
+    count = peak + 2 * each * a.positions + ((3 if trained else 2) * each + 4) * a.tokens
     return term(
         "head",
         count,
-        "max(4 B x chunk x V + 4 B x V h, 6 B x V h) + 4 h M + (8 h + 4) T" if trained else "4 B x chunk x V + ...",
+        ("max(4 B x chunk x V + 4 B x V h, 6 B x V h) + " if trained else "4 B x chunk x V + ") + "4 h M + last norm",
         chunk=chunk,
         V=shape.vocabulary,
         h=shape.hidden,
@@ -338,18 +363,19 @@ def value_head(shape: Shape, a: Pass) -> Term:
 
 
 def waiting_table(shape: Shape, *, width: int = 2) -> Term:
-    """Tied weights: the head's gradient waits for the embedding's, and both are there at the end."""
-    return term(
-        "head", 2 * width * shape.table, "2 x 2 B x V h, head and embedding", V=shape.vocabulary, h=shape.hidden
-    )
+    """Tied weights: the head's gradient waits for the embedding's."""
+    return term("head", width * shape.table, "2 B x V h, the head's gradient waits", V=shape.vocabulary, h=shape.hidden)
 
 
-def sampling(shape: Shape, *, slots: int, truncated: bool = False, greedy: bool = False) -> Term:
-    """Logits, log-probs and two float64 tensors to draw from; sorted once more under top-p or top-k.
+def tables_gradient(shape: Shape, *, width: int = 2, tied: bool) -> Term:
+    """The end of a backward pass: the embedding's gradient; of tied weights the head's too, and their sum."""
+    count = width * shape.table
+    return term("head", 3 * count if tied else count, "2 B x V h, thrice where tied", V=shape.vocabulary)
 
-    Greedy: logits, log-probs and their exponentials.
-    """
-    each = 12 if greedy else 48 if truncated else 24
+
+def sampling(shape: Shape, *, slots: int, truncated: bool = False) -> Term:
+    """Logits in float32, which the sampler reads once; under top-p or top-k a scaled copy, and which ids are left."""
+    each = 10 if truncated else 4
     return term("head", each * slots * shape.vocabulary, f"{each} B x slots x V", slots=slots, V=shape.vocabulary)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import reduce
 
 from ullage.base.units import bytes_text
@@ -15,6 +15,7 @@ from ullage.planner.components import GIB
 from ullage.planner.hardware import GPU, Machine, gpus
 from ullage.planner.model_shape import Shape
 from ullage.planner.phases import Layout
+from ullage.planner.sharding import Sharding
 
 BUDGET = "memory.budget"
 RESPONSE = "data.max_response_length"
@@ -44,13 +45,20 @@ def fixes(shape: Shape, config: Config, machine: Machine, scale: Mapping[str, fl
         peak = least(shape, other, machine, scale)
         if peak is not None and peak <= capacity_of(other, machine):
             found.append(Fix(" ".join(f"{key}={value}" for key, value in change.items()), peak, alters))
+    found[:0] = _fewer(shape, config, machine, scale)
     larger = list(_larger(shape, config, machine, scale))
     return [*larger, *found] if config.memory.budget != AUTO else [*found, *larger]
 
 
-def least(shape: Shape, config: Config, machine: Machine, scale: Mapping[str, float] = NO_SCALE) -> int | None:
+def least(
+    shape: Shape,
+    config: Config,
+    machine: Machine,
+    scale: Mapping[str, float] = NO_SCALE,
+    sharding: Sharding | None = None,
+) -> int | None:
     """Device memory below which no setting of the open keys runs; None: the host's memory does not suffice."""
-    space, host = _sparest(shape, config, machine), host_limit(machine)
+    space, host = _sparest(shape, config, machine, sharding), host_limit(machine)
     # No capacity: each of these ways is the one that needs least beside what it keeps.
     ways = [way for way in space.ways(machine.gpu, 0, host, scale) if host is None or way.host_bytes <= host]
     if not ways:
@@ -59,13 +67,13 @@ def least(shape: Shape, config: Config, machine: Machine, scale: Mapping[str, fl
     return space.peak(way.held, way.made, scale).total_bytes
 
 
-def _sparest(shape: Shape, config: Config, machine: Machine) -> Space:
+def _sparest(shape: Shape, config: Config, machine: Machine, sharding: Sharding | None = None) -> Space:
     """Without what only makes it faster."""
     longest = config.data.max_prompt_length + config.data.max_response_length
     values: dict[str, object] = {ACTOR_TOKENS: longest, NUM_SLOTS: SLOTS[0], PATHS["recompute"]: "full"}
     for key in set(values) & set(open_keys(config)):
         config = with_key(config, key, values[key])
-    return Space(shape, config, machine.gpus)
+    return Space(shape, config, machine.gpus, sharding)
 
 
 def trains(gpu: GPU) -> bool:
@@ -117,3 +125,14 @@ def _larger(shape: Shape, config: Config, machine: Machine, scale: Mapping[str, 
     if peak is not None and peak > machine.gpu.memory_bytes and larger:
         gpu = min(larger, key=lambda gpu: (gpu.memory_bytes, gpu.name))
         yield Fix(f"--gpu {gpu.name!r}", peak, f"a GPU of {bytes_text(gpu.memory_bytes)}")
+
+
+def _fewer(shape: Shape, config: Config, machine: Machine, scale: Mapping[str, float]) -> Iterator[Fix]:
+    """The most of a node's GPUs whose processes its host memory suffices for."""
+    counts = range(machine.count - 1, 0, -1) if machine.host_bytes is not None else ()
+    for count in (count for count in counts if machine.count % count == 0):
+        fewer = replace(machine, count=count)
+        peak = least(shape, config, fewer, scale)
+        if peak is not None and peak <= capacity_of(config, fewer):
+            yield Fix(fewer.option, peak, f"{count} of the GPUs: fewer processes share the host's memory")
+            return

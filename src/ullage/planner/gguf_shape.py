@@ -38,7 +38,9 @@ def shape_of_gguf(path: Path) -> Shape:
     try:
         with path.open("rb") as file:
             fields, tensors = _header(file)
-    except (OSError, OverflowError, struct.error, KeyError, ValueError) as error:
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}", "check the path") from None
+    except (OverflowError, struct.error, KeyError, ValueError) as error:
         raise ModelError(f"{path}: its GGUF header cannot be read ({error})", "copy or download it again") from None
     architecture = fields.get("general.architecture", "")
     config: dict[str, Any] = {

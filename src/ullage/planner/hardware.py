@@ -63,6 +63,12 @@ class Machine:
         return self.count * self.nodes
 
     @property
+    def option(self) -> str:
+        """`--gpu 'RTX 4090 x8' --nodes 2`, as a command line has it."""
+        name = self.gpu.name if self.count == 1 else f"{self.gpu.name} x{self.count}"
+        return f"--gpu {name!r}" + (f" --nodes {self.nodes}" if self.nodes > 1 else "")
+
+    @property
     def text(self) -> str:
         """`2x RTX 4090`, `4 nodes of 8x H200`."""
         node = self.gpu.name if self.count == 1 else f"{self.count}x {self.gpu.name}"
@@ -107,10 +113,28 @@ def find_gpu(text: str) -> GPU:
         return known[name]
     if bytes_of(text) is not None:
         return _gpu_of_size(parse_size(text), text.strip())
+    if re.fullmatch(r"\s*\d+(\.\d+)?\s*", text):
+        raise UsageError(f"no GPU {text!r} is known", f"a size has a unit: {text.strip()}GiB")
+    if re.fullmatch(r"\s*(\d+\s*[x*]|[x*]\s*\d+)?\s*", text, re.IGNORECASE):
+        raise UsageError(f"{text!r} names no GPU", "for example h200, '4090 x2' or 24GiB")
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     names = ", ".join(dict.fromkeys(known[match].name for match in near))
     hint = f"nearest: {names}" if names else "for example h200, 4090 or 24GiB"
     raise UsageError(f"no GPU {text!r} is known", f"{hint}; or give its memory, such as 24GiB")
+
+
+def sources_of(gpu: GPU) -> dict[str, tuple[float, str]]:
+    """Its numbers in the data file, each with where it was read; nothing of a size."""
+    data = _data("gpus.json")
+    row = next((row for row in data["gpus"] if row["name"] == gpu.name), None)
+    if row is None:
+        return {}
+    named = {field: data["sources"][source] for field, source in row["sources"].items() if source}
+    return {
+        field: (row[field], source["title"] + (f", {source['url']}" if source["url"] else ""))
+        for field, source in named.items()
+        if isinstance(row[field], int | float)
+    }
 
 
 def parse_machine(text: str, nodes: int = 1) -> Machine:

@@ -8,7 +8,7 @@ import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
-from functools import cache
+from functools import cache, cached_property
 from importlib.resources import files
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -48,9 +48,9 @@ class Linear(NamedTuple):
         return self.inputs * self.outputs
 
 
-@dataclass(frozen=True, slots=True, kw_only=True)
+@dataclass(frozen=True, kw_only=True)
 class Shape:
-    """A decoder-only transformer."""
+    """A decoder-only transformer. What a search asks for thousands of times is worked out once."""
 
     name: str
     layers: int
@@ -100,7 +100,7 @@ class Shape:
         """Width of all key heads; of the values too, but for latent attention."""
         return self.kv_heads * (self.head_size + self.rope_head_size)
 
-    @property
+    @cached_property
     def attention_linears(self) -> tuple[Linear, ...]:
         """The linear layers of one attention."""
         if not self.kv_lora_rank:
@@ -156,24 +156,24 @@ class Shape:
         """Of the embedding, and of the output head."""
         return self.vocabulary * self.hidden
 
-    @property
+    @cached_property
     def trunk_parameters(self) -> int:
         """Everything but an output head of its own."""
         dense = self.dense_layers if self.experts else self.layers
         body = dense * self.dense_parameters + (self.layers - dense) * self.layer_parameters
         return body + self.hidden + self.table
 
-    @property
+    @cached_property
     def parameters(self) -> int:
         return self.trunk_parameters + (0 if self.tied else self.table)
 
-    @property
+    @cached_property
     def active_parameters(self) -> int:
         """Those that one token is multiplied with, the output head included."""
         idle = (self.experts - self.experts_per_token) * GATED * self.hidden * self.expert_mlp
         return self.parameters - (self.layers - self.dense_layers) * idle - (0 if self.tied else self.table)
 
-    @property
+    @cached_property
     def linears(self) -> tuple[tuple[int, Linear], ...]:
         """Every linear layer that adapters and quantisation reach, with how often there is one: experts are fused."""
         dense = self.dense_layers if self.experts else self.layers
@@ -200,7 +200,7 @@ class Shape:
             return self.kv_bytes_per_token
         return 2 * self.layers * (self.kv_lora_rank + self.rope_head_size)
 
-    @property
+    @cached_property
     def _attention_parameters(self) -> int:
         """With both norms of a layer and its other vectors."""
         matrices = sum(linear.size for linear in self.attention_linears)
@@ -213,8 +213,14 @@ class Shape:
 
 
 def find_shape(text: str) -> Shape:
-    """A bundled model by name, a folder or a `config.json`, or a size such as `8B`."""
+    """A bundled model by name or Hub id, a folder, a `config.json` or a GGUF file, or a size such as `8B`."""
+    if not text.strip():
+        raise ModelError("no model is named", "give a model folder, a bundled name or a size such as 8B")
     path = Path(text).expanduser()
+    if path.suffix == ".gguf":
+        from ullage.planner.gguf_shape import shape_of_gguf  # it builds on this file
+
+        return shape_of_gguf(path)
     if path.is_dir():
         path = path / "config.json"
     if path.suffix == ".json" and path.is_file():

@@ -4,16 +4,19 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 
 from ullage.config.check import SUPERVISED
 from ullage.config.settle import PASS_TOKENS, choices_of, plainly
 from ullage.config.tree import Config, Optim
 from ullage.planner import components as c
-from ullage.planner import storage
+from ullage.planner import passes, storage
 from ullage.planner.components import Pass, Term
 from ullage.planner.model_shape import Shape
+from ullage.planner.passes import Block
 from ullage.planner.roles import Roles, Trained
 from ullage.planner.sharding import Groups, Sharding, exchanged, local_pass, shared
+from ullage.planner.stack import Stack, forward_attention
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,28 +70,54 @@ class Layout:
 
     # --- passes ---
 
-    @property
+    @cached_property
     def update_pass(self) -> Pass:
-        """The fullest micro-batch that sequences of full length make under the token limit."""
-        return self._pass(self.chosen.tokens, self.actor.rank)
+        """The most that one micro-batch of the actor can hold, whatever the lengths of its sequences."""
+        return self._fullest(self.chosen.tokens, self.actor)
 
-    def _pass(self, limit: int, rank: int) -> Pass:
-        """Whole groups as long as they fit (a prompt is fed once for its samples), then part of one more."""
-        config, actor = self.config, self.config.actor_rollout_ref.actor
-        prompt, response = config.data.max_prompt_length, config.data.max_response_length
-        n = 1 if self.supervised else config.actor_rollout_ref.rollout.n
-        prompts = -(-(actor.ppo_mini_batch_size or config.data.train_batch_size) // self.sharding.data)
-        groups, room = divmod(limit, prompt + n * (response - 1))
-        more = max(0, room - prompt) // max(1, response - 1)
-        samples = max(1, min(groups * n + more, prompts * n, actor.ppo_micro_batch_size_per_gpu or prompts * n))
+    def _fullest(self, limit: int, role: Trained) -> Pass:
+        """The worse for a role of the two worst mixes."""
+        return max(self._passes(limit, role.rank), key=lambda a: total(self.backward(role, a)))
+
+    def _passes(self, limit: int, rank: int) -> list[Pass]:
+        return [self._pass(blocks, rank) for blocks in passes.worst_mixes(self.room(limit))]
+
+    def _pass(self, blocks: list[Block], rank: int) -> Pass:
+        response = self.config.data.max_response_length
         whole = Pass(
-            tokens=-(-samples // n) * prompt + samples * (response - 1),
-            positions=samples * response,
+            tokens=passes.tokens_of(blocks, response),
+            positions=sum(block.samples for block in blocks) * response,
             width=self.width,
-            compiled=config.memory.compile,
+            compiled=self.config.memory.compile,
             rank=rank,
+            more_keys=-(-passes.more_keys_of(blocks) // self.sharding.sequence),
         )
         return local_pass(whole, self.sharding.sequence)
+
+    @property
+    def fullest_blocks(self) -> list[Block]:
+        """What `update_pass` is made of, for one that rehearses it."""
+        mixes = passes.worst_mixes(self.room(self.chosen.tokens))
+        return next(blocks for blocks in mixes if self._pass(blocks, self.actor.rank) == self.update_pass)
+
+    def room(self, limit: int) -> passes.Room:
+        """What a rank's mini-batches are made of."""
+        data, actor = self.config.data, self.config.actor_rollout_ref.actor
+        return passes.Room(
+            tokens=limit,
+            groups=-(-(actor.ppo_mini_batch_size or data.train_batch_size) // self.sharding.data),
+            n=1 if self.supervised else self.config.actor_rollout_ref.rollout.n,
+            prompt=data.max_prompt_length,
+            response=data.max_response_length,
+            sequences=actor.ppo_micro_batch_size_per_gpu,
+        )
+
+    @property
+    def full_length_samples(self) -> int:
+        """Samples of a micro-batch where all sequences have their full length: a prompt is fed once for its samples."""
+        room = self.room(self.chosen.tokens)
+        full = [block for block in passes.long_prompts(room) if block.prompt == room.prompt]
+        return sum(block.samples for block in full)
 
     @property
     def prefill_pass(self) -> Pass:
@@ -203,45 +232,55 @@ class Layout:
             reward_pass = Pass(tokens=max(PASS_TOKENS, 2 * self.longest), positions=0, width=self.width)
             phase("reward_model", self._trunk(self.reward_model, reward_pass), here=roles.reward_weights())
         if not self.supervised:
-            phase("logprob", self._forward(self.update_pass))
-        if self.reference:
-            phase("reference", self._forward(self._ref_pass), here=roles.reference_weights())
-        if self.critic is not None:
-            forward = self._trunk(self.critic.shape, self._critic_pass, roles.critic_quantisation)
-            phase("values", forward, here=roles.critic_weights())
+            phase("logprob", self._forward(self.chosen.tokens, self.actor.rank))
+        if roles.has_reference:
+            limit = self.config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu
+            forward = self._forward(self.chosen.tokens if limit == "auto" else limit, 0)
+            phase("reference", forward, here=roles.reference_weights())
+        valued = self.critic or (self.actor if roles.shares_critic else None)
+        if valued is not None:
+            phase("values", self._values(valued), here=roles.critic_weights())
         phase("update", self.backward(self.actor, self.update_pass), backward=True)
-        if self.critic is not None:
-            backward = self.backward(self.critic, self._critic_pass)
-            phase("update_critic", backward, here=roles.critic_weights(), backward=True)
+        if valued is not None:  # of one that shares the actor's layers, only a row of numbers is trained
+            critic = self.backward(valued, self.pass_of(valued)) if self.critic else self._values(valued)
+            phase("update_critic", critic, here=roles.critic_weights(), backward=True)
         phase("optimizer_step", self._optimizer_step(), backward=True)
         if not self.supervised:
             phase("sync", [c.term("gather", 0, "nothing: the embedded engine reads the trainer's own weights")])
         phase("save", [], backward=True)
         if self.config.data.val_files:
-            phase("eval", self._forward(self.update_pass) if self.supervised else self._evaluation())
+            phase("eval", self._forward(self.chosen.tokens, self.actor.rank) if self.supervised else self._evaluation())
         return found
 
+    def stack(self, role: Trained, a: Pass) -> Stack:
+        """The layers of a role in a pass."""
+        layers = role.shape.layers
+        return Stack(
+            shape=role.shape,
+            a=a,
+            recomputed=min(self.recomputed, layers),
+            matmuls=self.chosen.recompute == "matmuls",
+            leaving=min(self.leaving, layers - 1),
+            ahead=self.chosen.activation_offload == "async",
+            quantisation=self.quantisation if role.rank else None,
+        )
+
     def backward(self, role: Trained, a: Pass) -> list[Term]:
-        """The worst moment of a forward and backward pass: at the head, in a layer, or at the embedding."""
-        shape = role.shape
-        groups = self._groups(role)
-        matmuls = self.chosen.recompute == "matmuls"
-        recomputed, leaving = min(self.recomputed, shape.layers), min(self.leaving, shape.layers - 1)
-        kept = c.activations(shape, a, recomputed=recomputed, matmuls=matmuls, leaving=leaving)
-        each = c.kept_by_recompute(shape, a, matmuls=matmuls) if recomputed else c.saved_by_layer(shape, a)
+        """The worst moment of a forward and backward pass: in a layer, at the head or its norm, at the embedding."""
+        shape, stack, groups = role.shape, self.stack(role, a), self._groups(role)
+        kept = stack.staying()
         head = c.head_backward(shape, a, trained=role.trains_head) if role.has_head else c.value_head(shape, a)
-        layer = c.working_layer(shape, a, recomputed=recomputed > 0, arriving=2 * each if leaving else 0)
-        in_layer = [kept, layer, groups.backward_layer(), *exchanged(shape, a, self.sharding)]
-        if self.quantisation and role.rank:
-            in_layer.append(c.dequantised(shape, width=self.width))
-        at_end = [groups.backward_end()]
-        if shape.tied and role.trains_head:
-            waiting = c.waiting_table(shape, width=self.width)
-            in_layer.append(replace(waiting, bytes=waiting.bytes // 2, formula="2 B x V h, the head's gradient waits"))
-            at_end.append(waiting)
-        if self.chosen.gradients != "weights" and not role.rank:  # at the head it is part of the head's own
-            in_layer.append(c.gradients(0, self.chosen.gradients, width=self.width, largest=role.largest))
-        moments = [[kept, head, groups.backward_head()], [kept, groups.backward_table()], in_layer, at_end]
+        waiting = [c.waiting_table(shape, width=self.width)] if shape.tied and role.trains_head else []
+        exchange = exchanged(shape, a, self.sharding)
+        end = [] if role.rank else [c.tables_gradient(shape, width=self.width, tied=bool(waiting))]
+        moments = [
+            [kept, stack.last_forward(), groups.forward_layer(), *exchange],
+            [kept, head, groups.backward_head()],
+            [kept, stack.last_norm(), groups.backward_head(), *waiting],
+            [kept, groups.backward_table()],
+            [*stack.worst_layer(), groups.backward_layer(), *exchange, *waiting],
+            [*end, groups.backward_end()],
+        ]
         return worst(moments)
 
     def _rollout(self) -> list[Term]:
@@ -252,32 +291,41 @@ class Layout:
     def _evaluation(self) -> list[Term]:
         """The engine at the settings of the evaluation."""
         val, slots = self.config.actor_rollout_ref.rollout.val_kwargs, self.eval_slots
-        truncated, greedy = val.top_p < 1 or val.top_k > 0, val.temperature == 0
-        drawing = c.sampling(self.shape, slots=slots, truncated=truncated, greedy=greedy)
+        truncated = val.temperature > 0 and (val.top_p < 1 or val.top_k > 0)
+        drawing = c.sampling(self.shape, slots=slots, truncated=truncated)
         return self._sampled(self._prefill(slots, val.n), drawing)
 
     def _sampled(self, a: Pass, drawing: Term) -> list[Term]:
         """Prefill or decode, whichever is larger; logits are drawn from whole, wherever they were computed."""
         shape, groups = self.actor.shape, self._forward_groups(self.actor.shape, self.quantisation)
-        prefill = [c.forward_layer(shape, a), groups.forward_layer(), *exchanged(shape, a, self.sharding)]
+        prefill = self._layer_forward(shape, a, self.quantisation, groups)
         decode = [drawing, groups.forward_head()]
         if total(prefill) < total(decode):
             found = [*decode, c.less(prefill[0], "prefill", "decode")]
         else:
             found = [*prefill, c.less(drawing, "decode", "prefill")]
-        return [*worst([found, [groups.forward_start()]]), *self._plain_layer()]
+        return worst([found, [groups.forward_start()]])
 
-    def _forward(self, a: Pass) -> list[Term]:
+    def _forward(self, limit: int, rank: int) -> list[Term]:
+        """Of the actor's model with or without its adapters, under the worse of the two worst mixes."""
         shape, groups = self.actor.shape, self._forward_groups(self.actor.shape, self.quantisation)
-        layer = [c.forward_layer(shape, a), groups.forward_layer(), *exchanged(shape, a, self.sharding)]
-        head = [c.head_forward(shape, a), groups.forward_head()]
-        return [*worst([layer, head, [groups.forward_start()]]), *self._plain_layer()]
+        moments = [[groups.forward_start()]]
+        for a in self._passes(limit, rank):
+            moments.append(self._layer_forward(shape, a, self.quantisation, groups))
+            moments.append([c.head_forward(shape, a), groups.forward_head()])
+        return worst(moments)
+
+    def _values(self, valued: Trained) -> list[Term]:
+        return self._trunk(valued.shape, self.pass_of(valued), self.quantisation if valued.rank else None)
 
     def _trunk(self, shape: Shape, a: Pass, quantisation: c.Quantisation | None = None) -> list[Term]:
         """A forward pass without an output head over the vocabulary."""
         groups = self._forward_groups(shape, quantisation, has_head=False)
-        layer = [c.forward_layer(shape, a), groups.forward_layer(), *exchanged(shape, a, self.sharding)]
-        return worst([layer, [groups.forward_start()]])
+        return worst([self._layer_forward(shape, a, quantisation, groups), [groups.forward_start()]])
+
+    def _layer_forward(self, shape: Shape, a: Pass, quantisation: c.Quantisation | None, groups: Groups) -> list[Term]:
+        layer = max(c.forward_layer(shape, a, quantisation), forward_attention(shape, a), key=lambda term: term.bytes)
+        return [layer, c.embedded(shape, a), groups.forward_layer(), *exchanged(shape, a, self.sharding)]
 
     def _optimizer_step(self) -> list[Term]:
         """The actor's, or the critic's with its weights."""
@@ -287,9 +335,6 @@ class Layout:
             here = self._shared(self.roles.critic_weights()) if self.parked else []
             steps.append([c.step_transient(self.critic.optim.optimizer, rounded=rounded), *here])
         return worst(steps)
-
-    def _plain_layer(self) -> list[Term]:
-        return [c.dequantised(self.actor.shape, width=self.width)] if self.quantisation else []
 
     def _groups(self, role: Trained) -> Groups:
         """What is gathered and reduced of a role that is trained."""
@@ -302,15 +347,12 @@ class Layout:
             shape=shape, sharding=self.sharding, width=self.width, quantisation=quantisation, has_head=has_head
         )
 
-    @property
-    def _ref_pass(self) -> Pass:
-        limit = self.config.actor_rollout_ref.ref.log_prob_max_token_len_per_gpu
-        return self.update_pass if limit == "auto" else self._pass(limit, 0)
-
-    @property
-    def _critic_pass(self) -> Pass:
-        limit, rank = self.config.critic.ppo_max_token_len_per_gpu, self.config.critic.model.lora_rank
-        return replace(self.update_pass, rank=rank) if limit == "auto" else self._pass(limit, rank)
+    def pass_of(self, role: Trained) -> Pass:
+        """Of the actor or the critic, which may have a limit of its own."""
+        limit = self.config.critic.ppo_max_token_len_per_gpu
+        if role is self.actor or limit == "auto":
+            return replace(self.update_pass, rank=role.rank)
+        return self._fullest(limit, role)
 
     # --- host and disk ---
 

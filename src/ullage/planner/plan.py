@@ -15,6 +15,7 @@ from ullage.planner.hardware import Machine, find_gpu
 from ullage.planner.model_shape import Shape
 from ullage.planner.phases import Layout, Phase
 from ullage.planner.seconds import step_seconds
+from ullage.planner.spread import Spread, best_spread, more_gpus
 
 LEAST_SLOWDOWN = 0.001
 """Levers that cost less time than this share are ranked by what they save."""
@@ -56,11 +57,15 @@ class Plan:
     seconds: dict[str, float]
     """Of a step, by phase."""
     host: dict[str, int]
+    pinned_bytes: int = 0
+    """The part of host memory that cannot be swapped out."""
     disk: dict[str, int]
     levers: tuple[Lever, ...] = ()
     chosen: dict[str, dict[str, Any]] = field(default_factory=dict)
     fixes: tuple[Fix, ...] = ()
     """What would make it fit, where it does not."""
+    spread: Spread | None = None
+    """Where it does not: what it would need if its weights were shared out over the GPUs there are."""
     assumptions: tuple[str, ...] = ()
 
     @property
@@ -130,7 +135,7 @@ class Plan:
                 {"name": phase.name, "components": phase.components, "total_bytes": phase.total_bytes}
                 for phase in self.phases
             ],
-            "host": {**self.host, "total_bytes": self.host_bytes},
+            "host": {**self.host, "total_bytes": self.host_bytes, "pinned_bytes": self.pinned_bytes},
             "disk": self.disk,
             "levers": [
                 {"change": lever.change, "saves_bytes": lever.saves_bytes, "slowdown": lever.slowdown}
@@ -139,6 +144,7 @@ class Plan:
             "chosen": self.chosen,
             "seconds": {**self.seconds, "step": self.step_seconds},
             "fixes": [{"change": fix.change, "peak_bytes": fix.peak_bytes, "alters": fix.alters} for fix in self.fixes],
+            "sharding": None if self.spread is None else self.spread.as_json(),
             "assumptions": list(self.assumptions),
         }
 
@@ -161,8 +167,16 @@ def plan(
         chosen = {key: {"value": choice.values[key], "why": choice.why[key]} for key in open_keys(config)}
         made = replace(made, chosen=chosen)
         if not made.fits:
-            made = replace(made, fixes=tuple(fixes(shape, config, machine, scale)))
+            made = _with_remedies(made, config, machine, scale)
     return replace(made, levers=tuple(sorted(_levers(made, scale), key=lambda lever: -lever.worth)))
+
+
+def _with_remedies(made: Plan, config: Config, machine: Machine, scale: Mapping[str, float]) -> Plan:
+    """With what would make it fit: changes that Ullage runs, then what more GPUs would do."""
+    found = fixes(made.shape, config, machine, scale)
+    spread = best_spread(made.shape, config, machine, scale) if machine.gpus > 1 else None
+    more = more_gpus(made.shape, config, machine, scale) if spread is None else None
+    return replace(made, fixes=(*found, *([more] if more else [])), spread=spread)
 
 
 def budget_machine(config: Config) -> Machine | None:
@@ -182,8 +196,9 @@ def _planned(shape: Shape, config: Config, machine: Machine | None, scale: Mappi
         config=config,
         machine=machine,
         phases=tuple(with_slack(phase, scale) for phase in layout.phases()),
-        seconds=step_seconds(layout, gpu, ranks),
+        seconds=step_seconds(layout, gpu),
         host=layout.host(),
+        pinned_bytes=sum(layout.pinned().values()),
         disk=layout.disk(),
         assumptions=(*layout.assumptions, *_assumed(config, machine)),
     )
@@ -199,6 +214,8 @@ def _assumed(config: Config, machine: Machine | None) -> Iterator[str]:
         yield f"memory.budget: {config.memory.budget} of the {bytes_text(machine.gpu.memory_bytes)} there are"
     if machine.host_bytes is None:
         yield "host memory suffices"
+    if machine.nodes > 1:
+        yield "GPUs of different nodes exchange as fast as those of one"
 
 
 def _levers(made: Plan, scale: Mapping[str, float]) -> Iterator[Lever]:

@@ -12,14 +12,18 @@ if TYPE_CHECKING:
     from ullage.planner.choose import Held, Made, Space, Way
 
 Part = TypeVar("Part", "Held", "Made")
+NOTICED = 0.05
+"""Seconds of a step below which a difference is not told."""
 
 
 class Reasons:
     """Of one combination that was chosen."""
 
-    def __init__(self, space: Space, way: Way, gpu: GPU, capacity: int, scale: Mapping[str, float]) -> None:
+    def __init__(
+        self, space: Space, way: Way, gpu: GPU, capacity: int, host: int | None, scale: Mapping[str, float]
+    ) -> None:
         self._space, self._held, self._made = space, way.held, way.made
-        self._gpu, self._capacity, self._scale = gpu, capacity, scale
+        self._gpu, self._capacity, self._host, self._scale = gpu, capacity, host, scale
         self._seconds = space.seconds(way.held, way.made, gpu)
 
     def of(self, name: str, *, fits: bool) -> str:
@@ -46,6 +50,12 @@ class Reasons:
         if peak.total_bytes > self._capacity:
             needs = f"{peak.name} would need {bytes_text(peak.total_bytes)} of {bytes_text(self._capacity)}"
             return f"{needs} with {other}; this costs {_cost(-slower)} a step"
+        on_host = sum(self._space.layout(held, made).host().values())
+        if self._host is not None and on_host > self._host:
+            needs = f"a process would need {bytes_text(on_host)} of host memory, of {bytes_text(self._host)}"
+            return f"{needs}, with {other}; this costs {_cost(-slower)} a step"
+        if slower <= -NOTICED:
+            return f"plainer; {other} would save {-slower:.1f} s a step, {-slower / self._seconds:.1%}"
         return f"{'it fits' if most else 'the fastest'}; {other} would cost {_cost(slower)} a step"
 
 
@@ -66,4 +76,4 @@ def _varied(parts: Sequence[Part], chosen: Part, name: str) -> list[Part]:
 
 
 def _cost(seconds: float) -> str:
-    return f"{seconds:+.1f} s" if seconds >= 0.05 else "next to nothing"
+    return f"{seconds:+.1f} s" if seconds >= NOTICED else "next to nothing"

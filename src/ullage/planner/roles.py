@@ -77,7 +77,8 @@ class Roles:
             has_head=True,
         )
         self.critic = self._find_critic(config)
-        self.reference = not rank and (config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward)
+        self.has_reference = config.actor_rollout_ref.actor.use_kl_loss or config.algorithm.use_kl_in_reward
+        self.reference = self.has_reference and not rank
         self.reward_model = self._other(config.reward_model.model.path) if config.reward_model.enable else None
 
     @property
@@ -106,7 +107,8 @@ class Roles:
         wanted = config.critic
         method = config.algorithm.adv_estimator or config.algorithm.name
         needed = wanted.enable if wanted.enable is not None else method in CRITIC_METHODS
-        if not needed or wanted.share_actor:  # a row of numbers on the actor's own hidden states
+        self.shares_critic = needed and wanted.share_actor  # a row of numbers on the actor's own hidden states
+        if not needed or wanted.share_actor:
             return None
         own = not (wanted.model.lora_rank and self.actor.rank and not wanted.model.path)
         return Trained(

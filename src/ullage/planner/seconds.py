@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ullage.planner import components as c
+from ullage.planner import exchange
 from ullage.planner.components import Pass
 from ullage.planner.hardware import GPU
 from ullage.planner.model_shape import Shape
@@ -58,6 +59,8 @@ FORMULAS = (
     f"optimizer = {STEP_BASE:g} s + {STEP_TRAFFIC:g} bytes a parameter / bandwidth, or its state / "
     f"({PCIE_BOTH:g} PCIe) where it rests on the host",
     "copies beside computation cost what they take longer than it",
+    "between GPUs = bytes / (half of NVLink's rate, or PCIe's), not measured; what is gathered costs what it takes "
+    "longer than the computation, sums over ranks cost all of it",
     "shares as measured on an H200, the same assumed elsewhere",
 )
 
@@ -79,16 +82,17 @@ class Passes:
     """They do so beside the computation."""
     gradients: float = 0.0
     """Bytes of gradients that go to the host and are added there beside the backward pass: not measured."""
-    reduced: float = 0.0
-    """Bytes of gradients that ranks add up."""
+    gathered: float = 0.0
+    """Bytes of weights and gradients that a rank sends to others beside the computation, where they are shared out."""
+    exchanged: float = 0.0
+    """Bytes that it sends and waits for: gradients of whole replicas, sums over the parts of a matrix."""
 
-    def seconds(self, gpu: GPU, ranks: int) -> float:
+    def seconds(self, gpu: GPU) -> float:
         rate = MATMUL_SHARE * gpu.tflops_bf16 * 1e12
         compute = max(self.flops / rate + self.traffic / (gpu.bandwidth * 1e9), self.launches * LAUNCH)
-        before = self.forward * compute
-        total = compute + self._waits(before, compute - before, gpu)
-        link = max(gpu.interconnect_gbs / 2, gpu.pcie_gbs) * 1e9
-        return total + 2 * self.reduced * (ranks - 1) / ranks / link
+        before, link = self.forward * compute, _link(gpu)
+        waits = self._waits(before, compute - before, gpu) + max(0.0, self.gathered / link - compute)
+        return compute + waits + self.exchanged / link
 
     def _waits(self, forward: float, backward: float, gpu: GPU) -> float:
         """What copies take longer than the computation beside them."""
@@ -114,12 +118,15 @@ class Decoding:
     read_bytes: float
     flops: float
     """Of one step."""
+    gathered: float = 0.0
+    exchanged: float = 0.0
+    """Of one step, as in `Passes`."""
 
-    def seconds(self, gpu: GPU, ranks: int) -> float:
+    def seconds(self, gpu: GPU) -> float:
         read = self.read_bytes / (DECODE_SHARE * gpu.bandwidth * 1e9)
         rate = MATMUL_SHARE * gpu.tflops_bf16 * 1e12
-        step = max(self.launches * DECODE_LAUNCH, read, self.flops / rate)
-        return self.prefill.seconds(gpu, ranks) + self.steps * step
+        step = max(self.launches * DECODE_LAUNCH, read, self.flops / rate, self.gathered / _link(gpu))
+        return self.prefill.seconds(gpu) + self.steps * (step + self.exchanged / _link(gpu))
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -136,8 +143,7 @@ class Steps:
     """Bytes that the host's cores read and write."""
     base: float = STEP_BASE
 
-    def seconds(self, gpu: GPU, ranks: int) -> float:
-        del ranks  # each steps all of it
+    def seconds(self, gpu: GPU) -> float:
         pcie = gpu.pcie_gbs * 1e9 * (PCIE_BOTH if self.into and self.out else PCIE_ONE_WAY)
         copies = max(self.into, self.out) / pcie
         each = max(self.traffic / (gpu.bandwidth * 1e9), copies) + self.by_host / HOST_BANDWIDTH
@@ -147,9 +153,14 @@ class Steps:
 Work = Passes | Decoding | Steps
 
 
-def step_seconds(layout: Layout, gpu: GPU, ranks: int) -> dict[str, float]:
+def _link(gpu: GPU) -> float:
+    """Bytes a second from one GPU to another, in one direction."""
+    return max(gpu.interconnect_gbs / 2, gpu.pcie_gbs) * 1e9
+
+
+def step_seconds(layout: Layout, gpu: GPU) -> dict[str, float]:
     """Of every phase of a step that takes time, in their order."""
-    return {name: work.seconds(gpu, ranks) for name, work in step_work(layout).items()}
+    return {name: work.seconds(gpu) for name, work in step_work(layout).items()}
 
 
 def step_work(layout: Layout) -> dict[str, Work]:
@@ -167,7 +178,7 @@ def sampling_work(layout: Layout) -> dict[str, Work]:
     """The rollout: of the open keys, slots matter."""
     if layout.supervised:
         return {}
-    shape, data = layout.shape, layout.config.data
+    shape, data = layout.actor.shape, layout.config.data
     prompts, samples = _share(layout)
     slots, arena = layout.slots, layout.config.actor_rollout_ref.rollout.kv_cache_tokens
     if arena != "auto":  # a cache that is too small for all slots keeps some of them waiting
@@ -176,11 +187,13 @@ def sampling_work(layout: Layout) -> dict[str, Work]:
     kinds = (DECODE_NORMS if shape.qk_norm else 1.0) * (DECODE_ADAPTERS if layout.actor.rank else 1.0)
     middle = data.max_prompt_length + data.max_response_length // 2
     decoding = Decoding(
-        prefill=_forward(layout, shape, _batch(layout, prompts, 0, passes), head=False),
+        prefill=_forward(layout, shape, _batch(layout, prompts, 0, passes, split=1), head=False),
         steps=-(-samples // slots) * data.max_response_length,
         launches=shape.layers * kinds,
         read_bytes=_weight_bytes(layout, shape) + slots * middle * shape.kv_bytes_per_token * layout.width / 2,
         flops=slots * 2 * shape.active_parameters,
+        gathered=exchange.others(layout.sharding.shards) * layout.roles.actor_weights().bytes,
+        exchanged=exchange.of_matrices(layout, shape, slots),
     )
     return {"rollout": decoding}
 
@@ -193,9 +206,9 @@ def forward_work(layout: Layout) -> dict[str, Work]:
     if layout.reward_model is not None:
         found["reward_model"] = _forward(layout, layout.reward_model, batch, head=False)
     if not layout.supervised:
-        found["logprob"] = _forward(layout, layout.shape, batch, head=True)
+        found["logprob"] = _forward(layout, layout.actor.shape, batch, head=True)
     if layout.reference:
-        found["reference"] = _forward(layout, layout.shape, batch, head=True)
+        found["reference"] = _forward(layout, layout.actor.shape, batch, head=True)
     if layout.critic is not None:
         found["values"] = _forward(layout, layout.critic.shape, batch, head=False)
     return found
@@ -212,13 +225,14 @@ def update_work(layout: Layout) -> dict[str, Work]:
 def optimizer_work(layout: Layout) -> dict[str, Work]:
     """State and gradients matter."""
     chosen, roles = layout.chosen, layout.roles.trained
-    trained = sum(role.parameters for role in roles)
+    counts = [(role.optim.optimizer, layout.part(role.parameters)) for role in roles]
+    trained = sum(count for _, count in counts)
     if chosen.optimizer_state == "host":
         return {"optimizer_step": Steps(count=_mini_batches(layout), by_host=28 * trained)}
     streamed = chosen.optimizer_state == "streamed"
-    state = sum((c.moment_bytes(role.optim.optimizer) + 4 * layout.has_master) * role.parameters for role in roles)
+    state = sum((c.moment_bytes(kind) + 4 * layout.has_master) * count for kind, count in counts)
     arriving = layout.width * trained if chosen.gradients == "host" else 0
-    eight = sum(role.parameters for role in roles if role.optim.optimizer == "adamw_8bit")
+    eight = sum(count for kind, count in counts if kind == "adamw_8bit")
     rounded = trained if layout.width == 2 and not layout.has_master else 0
     steps = Steps(
         count=_mini_batches(layout),
@@ -237,7 +251,7 @@ def parking_work(layout: Layout) -> dict[str, Work]:
         return {}
     critic = layout.critic
     # A critic comes for its values; for each update it comes and is written back.
-    trained = layout.width * critic.shape.trunk_parameters if critic and critic.owns_weights else 0
+    trained = layout.part(layout.width * critic.shape.trunk_parameters) if critic and critic.owns_weights else 0
     return {"parking": Steps(count=1, into=parked + 2 * trained * _mini_batches(layout), base=0.0)}
 
 
@@ -270,15 +284,17 @@ def _mini_batches(layout: Layout) -> int:
 
 def _passes(layout: Layout, samples: int) -> int:
     """All of them under the actor's limit; roles with a limit of their own are timed as if they had none."""
-    return -(-samples // (layout.update_pass.positions // layout.config.data.max_response_length))
+    return -(-samples // layout.full_length_samples)
 
 
-def _batch(layout: Layout, prompts: int, samples: int, passes: int) -> Batch:
+def _batch(layout: Layout, prompts: int, samples: int, passes: int, split: int = 0) -> Batch:
+    """Of one rank: `split` of them share the positions of a pass, by default as the layout says."""
     prompt, response = layout.config.data.max_prompt_length, layout.config.data.max_response_length
+    ranks = split or layout.sharding.sequence
     return Batch(
-        tokens=prompts * prompt + samples * (response - 1),
-        positions=samples * response,
-        pairs=prompts * prompt**2 / 2 + samples * (prompt * response + response**2 / 2),
+        tokens=-(-(prompts * prompt + samples * (response - 1)) // ranks),
+        positions=-(-samples * response // ranks),
+        pairs=(prompts * prompt**2 / 2 + samples * (prompt * response + response**2 / 2)) / ranks,
         passes=passes,
     )
 
@@ -290,7 +306,14 @@ def _forward(layout: Layout, shape: Shape, batch: Batch, *, head: bool) -> Passe
     if head:
         flops += 2 * shape.table * batch.positions
         traffic += LOGIT_FORWARD_TRAFFIC * 4 * shape.vocabulary * batch.positions
-    return Passes(flops=flops, traffic=traffic, launches=batch.passes * shape.layers)
+    held = c.weights(shape, width=layout.width, quantisation=layout.quantisation, head=head).bytes
+    return Passes(
+        flops=flops,
+        traffic=traffic,
+        launches=batch.passes * shape.layers,
+        gathered=batch.passes * exchange.others(layout.sharding.shards) * held,
+        exchanged=exchange.forward(layout, shape, batch.tokens),
+    )
 
 
 def _layer_flops(shape: Shape, batch: Batch) -> float:
@@ -343,19 +366,20 @@ def _update(layout: Layout, role: Trained) -> Passes:
         + LOGIT_TRAFFIC * 4 * shape.vocabulary * head,
         launches=(2 + again) * passes * shape.layers,
         forward=1 / (1 + backward + again),
-        leaving=_leaving(layout, shape, batch, role.rank),
+        leaving=_leaving(layout, role, batch),
         beside=chosen.activation_offload == "async",
         gradients=gradients if chosen.gradients == "host" else 0.0,
-        reduced=mini_batches * layout.width * role.parameters,
+        gathered=exchange.of_shards(layout, role, passes),
+        exchanged=exchange.of_replicas(layout, role, mini_batches)
+        + (1 + again) * exchange.forward(layout, shape, batch.tokens)
+        + exchange.backward(layout, shape, batch.tokens),
     )
 
 
-def _leaving(layout: Layout, shape: Shape, batch: Batch, rank: int) -> float:
+def _leaving(layout: Layout, role: Trained, batch: Batch) -> float:
     """Bytes of activations that wait on the host, over all passes."""
-    leaving = min(layout.leaving, shape.layers - 1)
-    if not leaving:
+    if not layout.leaving:
         return 0.0
-    a = Pass(tokens=batch.tokens, positions=0, width=layout.width, compiled=layout.config.memory.compile, rank=rank)
-    recomputed, matmuls = min(layout.recomputed, shape.layers), layout.chosen.recompute == "matmuls"
-    whole = c.activations(shape, a, recomputed=recomputed, matmuls=matmuls, leaving=0).bytes
-    return whole * leaving / shape.layers
+    compiled = layout.config.memory.compile
+    a = Pass(tokens=batch.tokens, positions=0, width=layout.width, compiled=compiled, rank=role.rank)
+    return sum(layout.stack(role, a).moved)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from typing import TYPE_CHECKING
 
 from ullage.base.process import MAX_AUTO_WORKERS
@@ -38,15 +39,11 @@ def host_bytes(layout: Layout) -> dict[str, int]:
         # A file is written from host memory: what is on the device comes there, one file at a time.
         copied = max(state if chosen.optimizer_state == "device" else 0, width * count)
         found["checkpoint"] = max(found["checkpoint"], copied)
-    if layout.leaving:
-        away = c.activations(
-            roles.actor.shape,
-            layout.update_pass,
-            recomputed=layout.recomputed,
-            matmuls=chosen.recompute == "matmuls",
-            leaving=0,
-        ).bytes
-        found["activations"] = -(-away * layout.leaving // layout.shape.layers // c.SLAB) * c.SLAB
+    # Layers that the critic shares with the actor share its host memory.
+    for role in roles.trained if layout.leaving else []:
+        if role.owns_weights:
+            away = sum(layout.stack(role, layout.pass_of(role)).moved)
+            found["activations"] += -(-math.ceil(away) // c.SLAB) * c.SLAB
     if layout.parked:
         away_roles = [*roles.critic_weights(), *roles.reference_weights(), *roles.reward_weights()]
         found["roles"] = sum(layout.part(term.bytes) for term in away_roles)

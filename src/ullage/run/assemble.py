@@ -28,7 +28,7 @@ def assemble(given: Surroundings, resume_from: Path | None) -> Trainer:
     scorers = open_scorers(given)
     model = open_model(config, given.target, weights=resume_from and resume_from / "model")
     actor = make_actor(config, model, ranks, recorder.phase, given.replays)
-    critic = make_critic(config, algorithm, actor, recorder.phase, given.replays)
+    critic = make_critic(config, algorithm, actor, recorder.phase, given.replays, ahead=given.ahead)
     supply = (supply_answers if "completions" in algorithm.needs else supply_samples)(given, scorers, actor, algorithm)
     facts = {"data_fingerprint": supply.fingerprint, "model_type": model.module.config.model_type}
     keeper = Keeper(
@@ -47,13 +47,16 @@ def assemble(given: Surroundings, resume_from: Path | None) -> Trainer:
         recorder.current_step = keeper.step
     batches = supply.sampler.batches_per_epoch
     total_steps = config.trainer.total_training_steps or config.trainer.total_epochs * batches
+    reference = None
     uses_reference = config.actor_rollout_ref.actor.use_kl_loss or "reference" in algorithm.needs
+    if uses_reference:
+        reference = make_reference(config, actor, recorder.phase, given.replays, ahead=given.ahead)
     trainer = Trainer(
         config=config,
         total_steps=total_steps,
         actor=actor,
         critic=critic,
-        reference=make_reference(config, actor, recorder.phase, given.replays) if uses_reference else None,
+        reference=reference,
         algorithm=algorithm,
         collector=supply.collector,
         evaluator=supply.evaluator,

@@ -17,10 +17,23 @@ from ullage.telemetry.recorder import Recorder
 from ullage.telemetry.run_directory import RunDirectory, write_atomically
 from ullage.telemetry.writer import json_text
 
+NOTHING: Mapping[str, int] = {}
 
-def compare(planned: Planned, recorder: Recorder, directory: RunDirectory, target: Target) -> None:
-    """Of one rank, however the run ended. Fails at nothing: the run's own outcome is what counts."""
-    peaks = {name: recorder.peaks[name] for name in planned.bytes if recorder.peaks.get(name)}
+
+def compare(
+    planned: Planned,
+    recorder: Recorder,
+    directory: RunDirectory,
+    target: Target,
+    brought: Mapping[str, int] = NOTHING,
+) -> None:
+    """Of one rank, however the run ended. Fails at nothing: the run's own outcome is what counts.
+
+    Args:
+        brought: bytes of the next phase's weights that came while a phase ran, into room that it left.
+    """
+    known = {name: recorder.peaks[name] for name in planned.bytes if recorder.peaks.get(name)}
+    peaks = {name: peak - brought.get(name, 0) for name, peak in known.items()}
     if not peaks:
         return
     measured = {

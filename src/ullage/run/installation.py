@@ -26,6 +26,7 @@ EXTRAS = {
     "datasets": ("datasets", "data sets of the Hub and saved ones"),
     "math-verify": ("math", "the reward `math`"),
     "reasoning-gym": ("reasoning-gym", "the tasks of reasoning-gym"),
+    "starlette": ("serve", "ullage serve"),
     "tensorboard": ("tensorboard", "trainer.logger=[tensorboard]"),
     "wandb": ("wandb", "trainer.logger=[wandb]"),
     "matplotlib": ("plot", "curves as PNG"),

@@ -13,7 +13,7 @@ from ullage.engine.compiled import compile_layers
 from ullage.engine.liger import use_liger
 from ullage.engine.offload import SynchronizedGroupOffloadHandler, make_handler, offload_activations
 from ullage.engine.optimizer import Levers
-from ullage.engine.parking import Parked
+from ullage.engine.parking import Ahead, Parked
 from ullage.engine.recompute import recompute_layers
 from ullage.model.target import Target
 from ullage.model.trunk import Trunk
@@ -47,12 +47,22 @@ def prepare_layers(trunk: Trunk, config: Config) -> SynchronizedGroupOffloadHand
 
 
 def resident_phase(
-    phase: Phase, parameters: Iterable[Tensor], config: Config, target: Target, *, trained: bool
+    phase: Phase,
+    names: Iterable[str],
+    parameters: Iterable[Tensor],
+    config: Config,
+    target: Target,
+    *,
+    trained: bool,
+    ahead: Ahead | None = None,
 ) -> Phase:
-    """Phases of a role; where roles are offloaded, its weights are on the device only inside them."""
+    """The named phases of a role; where roles are offloaded, its weights are on the device only inside them."""
     if not choices_of(config).offload_roles:
         return phase
     parked = Parked(parameters, target.device, trained=trained)
+    if ahead is not None:
+        for name in names:
+            ahead.register(name, parked)
 
     @contextmanager
     def here(name: str) -> Iterator[None]:

@@ -28,7 +28,7 @@ from ullage.run.planned import Planned
 from ullage.run.planning_cpu import plan_on_cpu
 from ullage.run.predict import Prediction
 from ullage.run.refusal import refusal
-from ullage.run.traced_plan import traced_plan
+from ullage.run.traced_plan import TracedPlan, traced_plan
 from ullage.telemetry.run_directory import RunDirectory, write_atomically
 from ullage.telemetry.writer import json_text
 
@@ -110,8 +110,8 @@ def prepare(config: Config, file: Path, target: Target, ranks: int) -> list[str]
         return [*notes, _write_unplanned(file, config, target, ranks, found.capacity_bytes, _why(error))]
     document = made.as_json() | {
         "settings": {key: value_of(made.config, key) for key in open_keys(config)},
-        "planned_bytes": planned_bytes(made, scale, traced),
-        "traced": None if traced is None else {"phases": traced.phases, "least_bytes": traced.least_bytes},
+        "planned_bytes": planned_bytes(made, scale, None if traced is None else traced.traced),
+        "traced": None if traced is None else traced.as_json(),
         "scale": scale,
         "made_for": _digest(config, target, ranks),
     }
@@ -139,13 +139,14 @@ def outdated(file: Path, config: Config, target: Target, ranks: int, capacity: i
 
 def make_plan(
     shape: Shape, config: Config, machine: Machine, target: Target, scale: Mapping[str, float]
-) -> tuple[Plan, Prediction | None, list[str]]:
+) -> tuple[Plan, TracedPlan | None, list[str]]:
     """The plan of a run that fits, its trace on a GPU, and lines for the user.
 
     DoesNotFitError with the cheapest fix where nothing fits. On a CPU without a budget it may be tried as long as the
     weights fit: a host has swap, and the formulas are a GPU's.
     """
-    traced, notes = None, []
+    traced: TracedPlan | None = None
+    notes: list[str] = []
     if target.kind == "cpu":
         made = plan_on_cpu(shape, config, machine)
         loads = made.phases[0].total_bytes <= machine.gpu.memory_bytes
@@ -153,8 +154,8 @@ def make_plan(
             raise refusal(made)
         return made, None, []
     try:
-        found = traced_plan(shape, config, machine, target, scale)
-        made, traced = found.plan, found.traced
+        traced = traced_plan(shape, config, machine, target, scale)
+        made = traced.plan
     except Exception as error:  # noqa: BLE001 -- closed forms know models that cannot be built from what is here
         notes = [f"planned by closed forms, not traced: {_why(error)}"]
         made = plan(shape, config, machine, scale=scale)

@@ -80,6 +80,7 @@ def _planned(shape: Shape, config: Config, machine: Machine) -> Plan:
         phases=tuple(here(phase) for phase in layout.phases()),
         seconds={},
         host={},
+        pinned_bytes=0,
         disk=layout.disk(),
         assumptions=(*(text for text in layout.assumptions if "NCCL" not in text), *ASSUMED),
     )

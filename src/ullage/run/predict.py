@@ -14,7 +14,7 @@ from torch import Tensor
 from transformers import AutoConfig, PretrainedConfig
 
 from ullage.base.errors import ModelError
-from ullage.config.settle import with_key
+from ullage.config.settle import choices_of, with_key
 from ullage.config.tree import Config
 from ullage.engine.optimizer import Optimizer
 from ullage.engine.placement import Piece
@@ -24,11 +24,13 @@ from ullage.planner.allocator import extrapolate, least_capacity, replay
 from ullage.planner.model_shape import Shape, find_shape
 from ullage.planner.phases import Layout
 from ullage.run import trace
-from ullage.run.rehearsal import Rehearsal
+from ullage.run.rehearsal import Mix, Rehearsal
 from ullage.run.trace_phases import TracedTarget, record_phases
 
-DEPTHS = (2, 4)
-"""Layers of the two shallow traces that a deep one is worked out from."""
+SHALLOW = (2, 4)
+"""Layers of the two traces that a deep one is worked out from."""
+FOUR = 4
+"""Layers of which a quarter, a half and three quarters are whole ones."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -49,9 +51,9 @@ class Prediction:
         return max(self.phases.values())
 
 
-def predict(config: Config, model: str, target: TracedTarget) -> Prediction:
+def predict(config: Config, model: str, target: TracedTarget, *, mix: Mix = "fullest") -> Prediction:
     """By a trace through every layer: about ten seconds for a model of 7B. The config is settled."""
-    found = trace_step(config, architecture_of(model), target, critic=_critic_of(config))
+    found = trace_step(config, architecture_of(model), target, critic=_critic_of(config), mix=mix)
     events = found.trace.events
     # Of what follows, only the allocated bytes know that layers are compiled.
     saved = _compiled(config, model)
@@ -64,24 +66,26 @@ def predict(config: Config, model: str, target: TracedTarget) -> Prediction:
     )
 
 
-def predict_shallow(config: Config, model: str, target: TracedTarget) -> Prediction:
-    """By traces of two and of four layers, and the lines through them: about two seconds, whatever the depth."""
+def predict_shallow(config: Config, model: str, target: TracedTarget, *, mix: Mix = "fullest") -> Prediction:
+    """By traces of a few layers, and the lines through them: about two seconds, whatever the depth."""
     architecture, critic = architecture_of(model), _critic_of(config)
-    layers = _depth(architecture)
-    if layers <= max(DEPTHS) or (critic is not None and _depth(critic) != layers):
-        return predict(config, model, target)
+    layers, depths = _depth(architecture), _depths(config)
+    if depths is None or layers <= max(depths) or (critic is not None and _depth(critic) != layers):
+        return predict(config, model, target, mix=mix)
     low, high = (
-        trace_step(config, with_layers(architecture, depth), target, critic=critic and with_layers(critic, depth))
-        for depth in DEPTHS
+        trace_step(
+            config, with_layers(architecture, depth), target, critic=critic and with_layers(critic, depth), mix=mix
+        )
+        for depth in depths
     )
 
     def at_depth(first: int, second: int) -> int:
-        return first + (second - first) * (layers - DEPTHS[0]) // (DEPTHS[1] - DEPTHS[0])
+        return first + (second - first) * (layers - depths[0]) // (depths[1] - depths[0])
 
     lendable, cache = (at_depth(getattr(low, name), getattr(high, name)) for name in ("lendable_bytes", "cache_bytes"))
     if {low.lends, high.lends} != {cache <= lendable}:  # a step in what is otherwise a line
-        return predict(config, model, target)
-    peaks = extrapolate(dict(zip(DEPTHS, (low.trace.events, high.trace.events), strict=True)), layers)
+        return predict(config, model, target, mix=mix)
+    peaks = extrapolate(dict(zip(depths, (low.trace.events, high.trace.events), strict=True)), layers)
     saved = _compiled(config, model)
     return Prediction(
         phases={phase: peak - saved.get(phase, 0) for phase, peak in peaks.items() if phase},
@@ -105,7 +109,12 @@ class TracedStep(NamedTuple):
 
 
 def trace_step(
-    config: Config, architecture: PretrainedConfig, target: TracedTarget, *, critic: PretrainedConfig | None = None
+    config: Config,
+    architecture: PretrainedConfig,
+    target: TracedTarget,
+    *,
+    critic: PretrainedConfig | None = None,
+    mix: Mix = "fullest",
 ) -> TracedStep:
     """What a step of the run allocates."""
     for key in ("memory.compile", "memory.liger"):  # kernels that are made, or run, on a GPU alone
@@ -117,7 +126,7 @@ def trace_step(
     def step(mark: trace.Phase) -> None:
         nonlocal host, lendable, cache
         phase = _marked(mark)
-        run = Rehearsal(config, architecture, target, phase, critic_architecture=critic, samples=False)
+        run = Rehearsal(config, architecture, target, phase, critic_architecture=critic, samples=False, mix=mix)
         _name_owners(mark, run)
         for optimizer in run.optimizers:
             _shorten(optimizer)
@@ -185,6 +194,18 @@ def _compiled(config: Config, model: str) -> dict[str, int]:
         for on in (False, True)
     )
     return {name: max(0, size - compiled[name]) for name, size in eager.items() if name in ("update", "update_critic")}
+
+
+def _depths(config: Config) -> tuple[int, int] | None:
+    """Depths that a deep model can be worked out from; None where levers take a share of the layers that none has.
+
+    Of large activations that leave, the few that are still here say little about how many would be here in a deep one.
+    """
+    chosen = choices_of(config)
+    leaves, share = chosen.activation_offload != "none", chosen.recomputed_share
+    if (leaves and (chosen.activation_share < 1 or share < 1)) or (share * FOUR) % 1:
+        return None
+    return SHALLOW if share in (0, 1) else (FOUR, 2 * FOUR)
 
 
 def _depth(architecture: PretrainedConfig) -> int:

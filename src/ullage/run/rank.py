@@ -70,7 +70,7 @@ def surroundings(
     from ullage.run.comparison import compare
     from ullage.run.machine import enforce_budget
     from ullage.run.planning import plan_together
-    from ullage.run.surroundings import Surroundings, make_replays
+    from ullage.run.surroundings import Surroundings, make_ahead, make_replays
 
     config = load_config(directory.resolved).config
     target = find_target(config.trainer.device, rank)
@@ -79,17 +79,22 @@ def surroundings(
     # Not by the environment: a run with one rank inside another program's job must not wait for that job's ranks.
     ranks = parallel.join(target.device) if size > 1 else Solo()
     closing.callback(parallel.leave)
+    probe = MemoryProbe(target)
+    mined = faults.asked_for(rank)
+    recorder = FaultyRecorder(writer, probe, mined) if mined else Recorder(writer, [], probe)
+    closing.callback(recorder.stop)
+    if rank == 0:
+        add_views(recorder, config, directory)
+        if target.kind == "cuda" and not directory.plan.exists():
+            recorder.event("planning: the phases of the run are traced, which takes a few seconds")
     planned = plan_together(config, directory, target, ranks)
     config = planned.config
     enforce_budget(target, config)
     torch.manual_seed(config.trainer.seed)
-    probe = MemoryProbe(target)
-    mined = faults.asked_for(rank)
-    recorder = FaultyRecorder(writer, probe, mined) if mined else Recorder(writer, [], probe)
     recorder.planned = planned.bytes
-    closing.callback(recorder.stop)
+    ahead = make_ahead(target, planned, recorder)
     if rank == 0:
-        closing.callback(compare, planned, recorder, directory, target)
+        closing.callback(compare, planned, recorder, directory, target, ahead.brought)
     stop.current_phase = lambda: recorder.current_phase
     return Surroundings(
         config=config,
@@ -102,6 +107,7 @@ def surroundings(
         probe=probe,
         replays=make_replays(config, recorder, factor=mined[0].factor if mined else 2),
         stop=stop,
+        ahead=ahead,
         closing=closing,
     )
 
@@ -114,8 +120,6 @@ def train(given: Surroundings) -> None:
 
     error: UllageError | None = None
     try:
-        if given.ranks.rank == 0:
-            add_views(given.recorder, given.config, given.directory)
         checkpoint, warnings = newest_checkpoint(given.directory)
         for warning in warnings:
             given.recorder.event(warning)

@@ -5,7 +5,9 @@ On a device it is a run without a model's files; on a `TracedTarget` it is what 
 
 from __future__ import annotations
 
-from typing import Any
+from collections.abc import Sequence
+from dataclasses import replace
+from typing import Any, Literal
 
 import torch
 from transformers import PretrainedConfig, PreTrainedModel
@@ -26,6 +28,7 @@ from ullage.model.random_weights import random_model
 from ullage.model.target import Target
 from ullage.model.trunk import Trunk
 from ullage.model.value_model import ValueModel, add_value_head
+from ullage.planner.passes import Block, Room, worst_mixes
 from ullage.rollout.embedded.engine import Engine
 from ullage.rollout.sampling import GroupRequest, Sample, Sampling
 from ullage.run.roles import fresh_adapter, make_actor, make_critic, make_reference
@@ -35,6 +38,7 @@ from ullage.trainer.collect import to_rollouts
 from ullage.trainer.schedule import Schedule
 from ullage.workers.passes import Phase
 
+Mix = Literal["drawn", "fullest"]
 FIRST_ID = 10
 """Prompts are made of ordinary ids."""
 
@@ -57,6 +61,9 @@ class Rehearsal:
         architecture: of the actor's model.
         critic_architecture: of the critic's, where that is another one.
         samples: draw the completions token by token; else the engine only needs the memory that takes.
+        mix: what is learned from. `drawn`: the sequences of the rollout, all as long as they may be; `fullest`: the
+            fullest micro-batches that the token limits allow, which a mix of lengths may come to.
+        stop_ids: tokens that end a completion; by default all are as long as they may be.
     """
 
     def __init__(
@@ -68,10 +75,13 @@ class Rehearsal:
         *,
         critic_architecture: PretrainedConfig | None = None,
         samples: bool = True,
+        mix: Mix = "drawn",
+        stop_ids: frozenset[int] | None = None,
         replays: Replays | None = None,
     ) -> None:
         self.config, self.target, self.phase = config, target, phase
-        self.samples = samples
+        self.samples, self.mix = samples, mix
+        self._stop_ids = stop_ids
         self._architecture = architecture
         self._critic_architecture = critic_architecture or architecture
         self.algorithm: Algorithm = compose(config)
@@ -95,7 +105,14 @@ class Rehearsal:
         """Sample, score by a coin, evaluate, assign credit, update; every sequence as long as it may be."""
         prompts = self._prompts(step)
         samples = self._rollout(prompts, step)
-        # Of both kinds in every group, so that none is without signal.
+        if self.mix == "drawn":
+            self._learn(prompts, samples if self.samples else self._two_micro_batches(samples), step)
+        else:
+            for blocks in self._fullest_mixes():
+                self._learn(*self._of_blocks(prompts, blocks), step)
+        return samples
+
+    def _learn(self, prompts: Sequence[Prompt], samples: Sequence[Sample], step: int) -> None:
         rewards = torch.tensor([float(sample.index % 2) for sample in samples], dtype=torch.float64)
         experience = to_rollouts(prompts, range(len(prompts)), samples).scored(
             rewards_N=rewards, valid_N=torch.ones(len(samples), dtype=torch.bool)
@@ -112,7 +129,6 @@ class Rehearsal:
                 self.actor.update(mini_batch, self.algorithm, 1e-6, Tally())
                 if self.critic:
                     self.critic.update(mini_batch, 1e-6, Tally())
-        return samples
 
     def _rollout(self, prompts: list[Prompt], step: int) -> list[Sample]:
         rollout, length = self.config.actor_rollout_ref.rollout, self.config.data.max_response_length
@@ -125,17 +141,41 @@ class Rehearsal:
                 top_p=rollout.top_p,
                 top_k=rollout.top_k,
                 max_tokens=length,
-                ignore_eos=True,
+                ignore_eos=self._stop_ids is None,
             )
             with self.phase("rollout"):
                 if self.samples:
                     return self.engine.generate(requests, sampling)
                 self.engine.rehearse(requests, sampling)
-        return self._fullest(
-            [_longest(group, index, length) for group in range(len(prompts)) for index in range(count)]
-        )
+        return [_longest(group, index, length) for group in range(len(prompts)) for index in range(count)]
 
-    def _fullest(self, samples: list[Sample]) -> list[Sample]:
+    def _fullest_mixes(self) -> list[list[Block]]:
+        """For the token limits of every role."""
+        data, count = self.config.data, 1 if self._supervised else self.config.actor_rollout_ref.rollout.n
+        found: list[list[Block]] = []
+        for role in (self.actor, self.critic, self.reference):
+            if role is not None:
+                room = Room(
+                    tokens=role.limits.max_tokens,
+                    groups=min(self.schedule.mini_batch_prompts, data.train_batch_size),
+                    n=count,
+                    prompt=data.max_prompt_length,
+                    response=data.max_response_length,
+                    sequences=role.limits.max_sequences,
+                )
+                found += [blocks for blocks in worst_mixes(room) if blocks not in found]
+        return found
+
+    def _of_blocks(self, prompts: list[Prompt], blocks: list[Block]) -> tuple[list[Prompt], list[Sample]]:
+        length = self.config.data.max_response_length
+        shorter = [
+            replace(prompt, token_ids=prompt.token_ids[: block.prompt])
+            for prompt, block in zip(prompts, blocks, strict=False)
+        ]
+        samples = [_longest(group, i, length) for group, block in enumerate(blocks) for i in range(block.samples)]
+        return shorter, samples
+
+    def _two_micro_batches(self, samples: list[Sample]) -> list[Sample]:
         """Those of the two fullest micro-batches of every role: the others need no more, and there may be many."""
         first = [i for i, sample in enumerate(samples) if sample.group < self.schedule.mini_batch_prompts]
         prompts = [self.config.data.max_prompt_length] * self.config.data.train_batch_size
@@ -173,6 +213,8 @@ class Rehearsal:
 
     def _actor_model(self, config: Config, target: Target) -> LanguageModel:
         model = self._random(self._architecture, config.actor_rollout_ref.model.quantization)
+        if self._stop_ids is not None:
+            model = replace(model, stop_ids=self._stop_ids)
         rank = config.actor_rollout_ref.model.lora_rank
         return model.adapted("actor", fresh_adapter(config, model, "actor", rank)) if rank else model
 

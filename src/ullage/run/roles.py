@@ -16,7 +16,7 @@ from ullage.batch.pack import Limits
 from ullage.config.settle import PASS_TOKENS, choices_of
 from ullage.config.tree import Config
 from ullage.engine.measure import MemoryProbe
-from ullage.engine.parking import Parked
+from ullage.engine.parking import Ahead, Parked
 from ullage.engine.replay import Replays
 from ullage.model.adapter_files import is_adapter_folder, read_adapter
 from ullage.model.language_model import LanguageModel
@@ -110,6 +110,7 @@ def make_critic(
     replays: Replays | None = None,
     *,
     load: Loader = load_value_model,
+    ahead: Ahead | None = None,
 ) -> Critic | None:
     """The critic, where the algorithm needs one or the config asks for one; `load` reads a model of its own."""
     critic = config.critic
@@ -135,7 +136,9 @@ def make_critic(
     )
     if model.trunk.module is not actor.model.module:  # after its optimizer has seen where the weights are used
         weights = [*model.trunk.module.parameters(), model.weight, model.bias]
-        role.phase = resident_phase(role.phase, weights, config, actor.model.target, trained=True)
+        role.phase = resident_phase(
+            phase, ("values", "update_critic"), weights, config, actor.model.target, trained=True, ahead=ahead
+        )
     return role
 
 
@@ -175,6 +178,7 @@ def make_reference(
     replays: Replays | None = None,
     *,
     load: Callable[[Config, Target], LanguageModel] = open_model,
+    ahead: Ahead | None = None,
 ) -> Reference:
     """The policy without what training adds: the actor's weights with adapters off, or a copy that `load` reads."""
     arr, limits = config.actor_rollout_ref, actor.limits
@@ -186,11 +190,13 @@ def make_reference(
     else:
         model = load(config, actor.model.target)
         weights, target = model.module.parameters(), actor.model.target
-        phase = resident_phase(phase, weights, config, target, trained=False)
+        phase = resident_phase(phase, ("reference",), weights, config, target, trained=False, ahead=ahead)
     return Reference(model, limits, temperature=arr.rollout.temperature, phase=phase, replays=replays)
 
 
-def make_reward_model(config: Config, target: Target, replays: Replays | None = None) -> RewardModel | None:
+def make_reward_model(
+    config: Config, target: Target, replays: Replays | None = None, *, ahead: Ahead | None = None
+) -> RewardModel | None:
     """The reward model, where the config asks for one."""
     if not config.reward_model.enable:
         return None
@@ -209,7 +215,10 @@ def make_reward_model(config: Config, target: Target, replays: Replays | None = 
     except ModelError as error:
         raise ModelError(f"the reward model: {error.cause}", "check reward_model.model.path") from error
     if choices_of(config).offload_roles:
-        model.resident = Parked(model.module.parameters(), target.device, trained=False).here
+        parked = Parked(model.module.parameters(), target.device, trained=False)
+        model.resident = parked.here
+        if ahead is not None:
+            ahead.register("reward", parked)
     return model
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -65,7 +66,12 @@ def supply_samples(given: Surroundings, scorers: Scorers, actor: Actor, algorith
     sampler = make_sampler(config, train.prompts)
     samples = max(config.data.train_batch_size * config.actor_rollout_ref.rollout.n, num_evaluated(config, val))
     engine = make_engine(
-        config, model, prompt_tokens=longest_prompt(train, val), samples=samples, lent=actor.optimizer.lendable
+        config,
+        model,
+        prompt_tokens=longest_prompt(train, val),
+        samples=samples,
+        lent=actor.optimizer.lendable,
+        say=given.recorder.event,
     )
     source = make_source(given, scorers, engine, model)
     collector = Collector(
@@ -102,7 +108,13 @@ def supply_answers(given: Surroundings, scorers: Scorers, actor: Actor, algorith
         rewards = None
         if is_rewarded(config):
             check_rewards(config, sources_of(val.prompts))
-            engine = make_engine(config, model, prompt_tokens=longest_prompt(val), samples=num_evaluated(config, val))
+            engine = make_engine(
+                config,
+                model,
+                prompt_tokens=longest_prompt(val),
+                samples=num_evaluated(config, val),
+                say=given.recorder.event,
+            )
             rewards = make_evaluator(config, val, make_source(given, scorers, engine, model), given)
         held_out = open_demonstrations(given, val, model)
         evaluator = LossEvaluator(held_out, actor, given.ranks, given.recorder, rewards=rewards)
@@ -130,7 +142,7 @@ def open_panel(given: Surroundings) -> Panel:
 
 def make_generator(given: Surroundings, engine: Engine, panel: Panel, model: LanguageModel) -> Generator:
     config = given.config
-    reward_model = make_reward_model(config, given.target, given.replays)
+    reward_model = make_reward_model(config, given.target, given.replays, ahead=given.ahead)
     if reward_model is not None:
         weights = reward_model.module.parameters()
         here = [weight.nbytes for weight in weights if weight.device.type == given.target.device.type]
@@ -181,7 +193,13 @@ def num_evaluated(config: Config, val: PromptSet | None) -> int:
 
 
 def make_engine(
-    config: Config, model: LanguageModel, *, prompt_tokens: int, samples: int, lent: Tensor | None = None
+    config: Config,
+    model: LanguageModel,
+    *,
+    prompt_tokens: int,
+    samples: int,
+    lent: Tensor | None = None,
+    say: Callable[[str], None] = lambda line: None,
 ) -> Engine:
     """No more slots than samples ever wait for one, no more room per slot than the longest prompt needs."""
     rollout = config.actor_rollout_ref.rollout
@@ -191,6 +209,7 @@ def make_engine(
         max_length=prompt_tokens + config.data.max_response_length,
         cache_tokens=None if rollout.kv_cache_tokens == "auto" else rollout.kv_cache_tokens,
         lent=lent,
+        say=say,
     )
 
 

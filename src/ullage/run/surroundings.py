@@ -11,8 +11,10 @@ from ullage.base.communicator import Communicator, Solo
 from ullage.config.settle import plainly
 from ullage.config.tree import Config
 from ullage.engine.measure import MemoryProbe
+from ullage.engine.parking import Ahead
 from ullage.engine.replay import Replays
 from ullage.model.target import Target, find_target
+from ullage.planner.components import CONTEXT, SLACK
 from ullage.run.planned import Planned
 from ullage.telemetry.recorder import Recorder
 from ullage.telemetry.run_directory import RunDirectory
@@ -35,6 +37,8 @@ class Surroundings:
     probe: MemoryProbe
     replays: Replays
     stop: Stop
+    ahead: Ahead
+    """Brings weights that wait in host memory before their phase begins."""
     closing: ExitStack
     """Closes what a run opens, when it ends."""
 
@@ -58,8 +62,22 @@ def without_a_run(config: Config, closing: ExitStack, views: Sequence[View] = ()
         probe=probe,
         replays=make_replays(config, recorder),
         stop=Stop(),
+        ahead=make_ahead(target, Planned(config=config), recorder),
         closing=closing,
     )
+
+
+def make_ahead(target: Target, planned: Planned, recorder: Recorder) -> Ahead:
+    """On a GPU, with the room that the plan leaves beside each phase; a host that is the device gains nothing."""
+
+    def room(phase: str) -> int:
+        if target.kind == "cpu" or planned.capacity_bytes is None or phase not in planned.bytes:
+            return 0
+        return planned.capacity_bytes - CONTEXT - int((1 + SLACK) * planned.bytes[phase])
+
+    ahead = Ahead(room)
+    recorder.on_phase = ahead.enter
+    return ahead
 
 
 def make_replays(config: Config, recorder: Recorder, *, factor: int = 2) -> Replays:

@@ -4,12 +4,14 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Any
 
+from ullage.base.units import bytes_text
 from ullage.config.settle import with_key
 from ullage.config.tree import Config
 from ullage.model.target import Target
 from ullage.planner.components import CONTEXT, NCCL, SLACK
-from ullage.planner.hardware import Machine
+from ullage.planner.hardware import GPU, Machine
 from ullage.planner.model_shape import Shape
 from ullage.planner.plan import Plan, plan
 from ullage.run.predict import Prediction, predict, predict_shallow
@@ -31,6 +33,17 @@ class TracedPlan:
     traced: Prediction
     scale: Mapping[str, float]
     """What closed forms are multiplied by, phase by phase, to give what was traced and what earlier runs measured."""
+
+    def as_json(self) -> dict[str, Any]:
+        found = self.traced
+        return {"phases": found.phases, "least_bytes": found.least_bytes, "host_bytes": found.host_bytes}
+
+    def lines(self) -> list[str]:
+        """For a person."""
+        found = self.traced
+        rows = [f"  {name:<15}{bytes_text(size):>11}" for name, size in found.phases.items()]
+        least = "" if found.least_bytes is None else f"; the allocator needs at least {bytes_text(found.least_bytes)}"
+        return ["", f"traced: what torch allocates at the peak of each phase{least}", *rows]
 
 
 def traced_plan(
@@ -55,6 +68,22 @@ def traced_plan(
         if made.plan.fits and (best is None or made.plan.step_seconds < best.plan.step_seconds):
             best = made
     return best or made
+
+
+def traced_for(shape: Shape, config: Config, machine: Machine, model: str) -> TracedPlan:
+    """The same for a machine that is not this one, traced through every layer."""
+    config = with_key(config, "actor_rollout_ref.model.path", model)
+    found = traced_plan(shape, config, machine, stand_in_of(machine.gpu), {})
+    if found.traced.least_bytes is not None:
+        return found
+    own = of_rank(found.plan.config, machine.gpus)
+    return replace(found, traced=predict(own, model, stand_in_of(machine.gpu)))
+
+
+def stand_in_of(gpu: GPU) -> TracedTarget:
+    """A device that chooses kernels as this GPU would."""
+    major, _, minor = (gpu.compute_capability or "9.0").partition(".")
+    return traced_target((int(major), int(minor or 0)), gpu.memory_bytes)
 
 
 def _traced(chosen: Plan, machine: Machine, stand_in: TracedTarget, scale: Mapping[str, float]) -> TracedPlan:

@@ -9,8 +9,6 @@ from contextlib import suppress
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-import psutil
-
 from ullage.base.errors import WriteError
 
 # A process that started this much later than the lock was taken is another one that got the same number.
@@ -27,6 +25,8 @@ class Owner:
 
     def is_alive(self) -> bool:
         """False only where it is certain: this machine, and no such process any more."""
+        import psutil  # only somebody else's lock needs it
+
         if self.host != socket.gethostname():
             return True
         try:

@@ -59,6 +59,8 @@ class Recorder:
         """Bytes that each phase was planned to allocate."""
         self.peaks: dict[str, int] = {}
         """The most that each phase has allocated so far."""
+        self.on_phase: Callable[[str | None], None] = lambda name: None
+        """Hears which phase begins, or goes on; None: what is between phases."""
         self._writer = writer
         self._views = list(views)
         self._memory = memory
@@ -152,6 +154,8 @@ class Recorder:
             self.peaks[self._open] = max(self.peaks.get(self._open, 0), allocated)
         if name is not None:
             self._memory.start_phase()
+        if name != self._open:
+            self.on_phase(name)
         self._open, self._opened = name, now
 
     def _write_line(self, step: int) -> None:

@@ -50,7 +50,7 @@ class Worked:
     @cached_property
     def step_seconds(self) -> float:
         """On one GPU of the kind that times are told for where none is named."""
-        return sum(step_seconds(self._layout, find_gpu(REFERENCE), 1).values())
+        return sum(step_seconds(self._layout, find_gpu(REFERENCE)).values())
 
     def phase(self, name: str) -> Phase:
         return next(phase for phase in self.phases if phase.name == name)

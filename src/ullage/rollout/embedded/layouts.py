@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from ullage.model.attention import Extras, PackedLayout, Span, masked_attention
-from ullage.model.kernels.paged import paged_attention, store_kv
+from ullage.model.kernels.paged import fused_paged_attention, fused_store_kv, paged_attention, store_kv
 from ullage.model.target import Target
 
 
@@ -19,9 +19,10 @@ class PrefillLayout(PackedLayout):
         super().__init__(spans, target, arena.dtype)
         self.arena = arena
         self.places = places
+        self.store = fused_store_kv if target.varlen_attention(arena.dtype) else store_kv
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
-        store_kv(self.arena, layer, key.transpose(0, 1), value.transpose(0, 1), self.places)
+        self.store(self.arena, layer, key.transpose(0, 1), value.transpose(0, 1), self.places)
         return super().attend(layer, query, key, value, extras)
 
 
@@ -30,6 +31,7 @@ class DecodeLayout:
 
     def __init__(self, arena: Tensor, places: Tensor, page_table: Tensor, lengths: Tensor, target: Target) -> None:
         self.arena = arena
+        self.fused = target.varlen_attention(arena.dtype)
         self.wide = target.wide_attention(arena.dtype)
         self.places = places
         """[S] where each new token's key and value go."""
@@ -39,8 +41,25 @@ class DecodeLayout:
         """[S] cached tokens, the new one included."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
-        store_kv(self.arena, layer, key.transpose(0, 1), value.transpose(0, 1), self.places)
-        rows = query.transpose(0, 1)  # [S, H, d]
+        new_key, new_value, rows = (x.transpose(0, 1) for x in (key, value, query))  # [S, heads, d]
+        store = fused_store_kv if self.fused else store_kv
+        store(self.arena, layer, new_key, new_value, self.places)
+        return self.read(layer, rows, extras)
+
+    def read(self, layer: int, rows: Tensor, extras: Extras) -> Tensor:
+        """Attention of queries [S, H, d] over what is in the cache, the new tokens included."""
+        if self.fused:
+            return fused_paged_attention(
+                rows,
+                self.arena,
+                layer,
+                self.page_table,
+                self.lengths,
+                extras.scaling,
+                extras.window,
+                extras.softcap or 0.0,
+                extras.sinks,
+            )
         if extras.softcap is None and extras.sinks is None:
             return paged_attention(
                 rows, self.arena, layer, self.page_table, self.lengths, extras.scaling, extras.window, self.wide
@@ -48,11 +67,14 @@ class DecodeLayout:
         keys, values = self.arena[layer][:, self.page_table].flatten(2, 3)
         place = torch.arange(keys.shape[1], device=rows.device)
         mask = place < self.lengths[:, None]
+        # Where no token is, there may be anything, and 0 x NaN is NaN.
+        keys, values = (x.masked_fill(~mask[:, :, None, None], 0) for x in (keys, values))
         if extras.window:
             mask &= place >= self.lengths[:, None] - extras.window
+        dtype = rows.dtype
         if self.wide:
             rows, keys, values = rows.double(), keys.double(), values.double()
         out = masked_attention(
             rows[:, :, None], keys.transpose(1, 2), values.transpose(1, 2), mask[:, None, None], extras
         )
-        return out[:, :, 0].to(query.dtype)
+        return out[:, :, 0].to(dtype)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -11,14 +12,18 @@ from ullage.model.language_model import LanguageModel
 
 PAGE_SIZE = 16
 """Tokens per page."""
+COPIED_AT_ONCE = 32
+"""Pages: what is on its way takes as much memory again."""
 
 
 class Pages:
-    """Free list and reference counts; the arena's address never changes."""
+    """Free list and reference counts; the arena's address never changes. Its last page is nobody's."""
 
     def __init__(self, arena: Tensor) -> None:
         self.arena = arena
-        self.total = arena.shape[2]
+        self.total = arena.shape[2] - 1
+        self.scratch = self.total
+        """Where rows without a sample write."""
         self._free = list(range(self.total - 1, -1, -1))
         self._users = [0] * self.total
 
@@ -43,23 +48,34 @@ class Pages:
             if self._users[page] == 0:
                 self._free.append(page)
 
-    def copy(self, source: int, target: int) -> None:
-        """A sample's own copy of the last, partly filled page of its prompt."""
-        self.arena[:, :, target].copy_(self.arena[:, :, source])
+    def copy(self, sources: Sequence[int], targets: Sequence[int]) -> None:
+        """Samples' own copies of the last, partly filled pages of their prompts."""
+        for start in range(0, len(sources), COPIED_AT_ONCE):
+            part = slice(start, start + COPIED_AT_ONCE)
+            whence, where = (
+                torch.tensor(pages[part]).to(self.arena.device, non_blocking=True) for pages in (sources, targets)
+            )
+            self.arena.index_copy_(2, where, self.arena.index_select(2, whence))
 
 
 def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_SIZE)
 
 
+def places_of(pages: Sequence[int], tokens: int) -> Tensor:
+    """[tokens] on the host: where in the arena each token of a sequence with these pages lies."""
+    return (torch.tensor(pages)[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()[:tokens]
+
+
 def make_arena(model: LanguageModel, num_pages: int, lent: Tensor | None = None) -> tuple[Tensor, bool]:
     """[layers, 2, pages, page size, kv heads, head size], and whether it lies in memory that another phase owns.
 
-    Zeroed, and zeroed again by whoever uses lent memory: masked reads of fresh pages must stay finite.
+    One page more than asked for, for rows without a sample. Whatever lies in the memory, nobody reads it before it is
+    written: attention looks at no token that is not there.
     """
     layers, heads, head_size = model.cache_shape
-    shape = (layers, 2, num_pages, PAGE_SIZE, heads, head_size)
+    shape = (layers, 2, num_pages + 1, PAGE_SIZE, heads, head_size)
     size = math.prod(shape) * model.dtype.itemsize
     if lent is not None and lent.device == model.target.device and lent.nbytes >= size:
         return lent.view(torch.uint8)[:size].view(model.dtype).view(shape), True
-    return torch.zeros(shape, dtype=model.dtype, device=model.target.device), False
+    return torch.empty(shape, dtype=model.dtype, device=model.target.device), False

@@ -1,4 +1,4 @@
-"""Drawing tokens: one stateless uniform number per (seed, position), so batching and restarts change nothing."""
+"""Drawing tokens: noise that is a function of (seed, position, token id), so batching and restarts change nothing."""
 
 from __future__ import annotations
 
@@ -8,25 +8,8 @@ import torch
 from torch import Tensor
 
 from ullage.model.head import without
+from ullage.model.kernels.sample import sample_fused, sample_plain
 from ullage.rollout.sampling import Sampling
-
-_MIX_1 = 0xBF58476D1CE4E5B9 - (1 << 64)
-_MIX_2 = 0x94D049BB133111EB - (1 << 64)
-_GOLDEN = 0x9E3779B97F4A7C15 - (1 << 64)
-
-
-def uniform(seeds: Tensor, positions: Tensor) -> Tensor:
-    """A float64 in [0, 1) for each (seed, position): the splitmix64 mixer (Steele et al. 2014) on wrapping int64."""
-    state = seeds + (positions + 1) * _GOLDEN
-    state = (state ^ _shift(state, 30)) * _MIX_1
-    state = (state ^ _shift(state, 27)) * _MIX_2
-    state = state ^ _shift(state, 31)
-    return _shift(state, 11).to(torch.float64) * 2.0**-53
-
-
-def _shift(value: Tensor, bits: int) -> Tensor:
-    """Logical right shift; torch's own keeps the sign."""
-    return (value >> bits) & ((1 << (64 - bits)) - 1)
 
 
 class Drawn(NamedTuple):
@@ -39,21 +22,16 @@ class Drawn(NamedTuple):
     """The ids that top-p and top-k left; None: all."""
 
 
-def draw(logits_SV: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling) -> Drawn:
-    """A token for each row; logits already carry the temperature."""
+def draw(logits_SV: Tensor, seeds: Tensor, positions: Tensor, sampling: Sampling, *, fused: bool = False) -> Drawn:
+    """A token for each row; logits already carry the temperature. `fused`: by the kernels for CUDA, in float32."""
     support = None
     if sampling.truncates:
         support = kept(logits_SV, sampling)
         logits_SV = without(logits_SV, support)
-    logprobs = logits_SV - logits_SV.logsumexp(-1, keepdim=True)
-    if sampling.temperature == 0:
-        tokens = logits_SV.argmax(-1)
-        return Drawn(tokens, logprobs.gather(-1, tokens[:, None])[:, 0], None)
-    # Inverse CDF in float64: one uniform number per token, and a cumulative sum whose rounding cannot matter.
-    cumulative = logprobs.exp().to(torch.float64).cumsum(-1)
-    threshold = uniform(seeds, positions)[:, None] * cumulative[:, -1:]
-    tokens = torch.searchsorted(cumulative, threshold, right=True)[:, 0].clamp(max=logits_SV.shape[-1] - 1)
-    return Drawn(tokens, logprobs.gather(-1, tokens[:, None])[:, 0], support)
+    temperature = torch.full_like(logits_SV[:, 0], 0.0 if sampling.temperature == 0 else 1.0)
+    sample = sample_fused if fused else sample_plain
+    tokens, logprobs = sample(logits_SV, temperature, seeds, positions)
+    return Drawn(tokens, logprobs, support)
 
 
 def kept(logits_SV: Tensor, sampling: Sampling) -> Tensor:

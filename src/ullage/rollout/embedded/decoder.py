@@ -1,0 +1,149 @@
+"""The device's side of the engine: prompts through the model into the cache, first tokens, windows of steps."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from functools import partial
+
+import torch
+from torch import Tensor
+
+from ullage.model.attention import Span
+from ullage.model.head import MIN_ROWS
+from ullage.model.language_model import LanguageModel
+from ullage.rollout.embedded.cuda import Arriving, Readback
+from ullage.rollout.embedded.graphs import Graphs, rung_for
+from ullage.rollout.embedded.layouts import PrefillLayout
+from ullage.rollout.embedded.pages import Pages, places_of
+from ullage.rollout.embedded.sampler import ids_of
+from ullage.rollout.embedded.state import SlotState
+from ullage.rollout.embedded.step import append, fast_layers, step
+
+
+@dataclass(frozen=True, slots=True)
+class Text:
+    """Tokens that are to be in the cache."""
+
+    token_ids: tuple[int, ...]
+    pages: Sequence[int]
+
+
+class Decoder:
+    """Model, cache and state.
+
+    Args:
+        window: steps between two looks at what was drawn.
+        lag: windows that the host is behind the device.
+        deterministic: passes whose shapes hang on nothing but a sample's own length, so that a GPU's products round
+            alike in all company: every text by itself, always all rows.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        pages: Pages,
+        state: SlotState,
+        graphs: Graphs,
+        *,
+        slots: int,
+        window: int,
+        lag: int,
+        deterministic: bool,
+    ) -> None:
+        self.model, self.pages, self.state, self.graphs = model, pages, state, graphs
+        self.slots, self.window, self.lag = slots, window, lag
+        self._deterministic = deterministic
+        self._device = model.target.device
+        self._on_cpu = model.target.kind == "cpu"
+        self.fast = fast_layers(model)
+        self._readback = Readback(*state.drawn_of_window(rows_needed(slots, model)), at_once=lag + 2)
+
+    def begin(self) -> None:
+        """A clean state, and graphs that read what is there."""
+        self.state.rearrange([])
+        self.state.begin_window()
+        module = self.model.module
+        self.graphs.check((*module.parameters(), *module.buffers(), self.pages.arena))
+
+    def prefill(self, texts: Sequence[Text], max_tokens: int) -> list[Tensor]:
+        """Write the keys and values of each; gives the hidden state of each one's last token. Whole texts at a time."""
+        most = 0 if self._deterministic else max_tokens
+        return [last for part in _passes(texts, most) for last in self._prefill(part)]
+
+    def _prefill(self, texts: list[Text]) -> Sequence[Tensor]:
+        # A CPU's products of few rows round differently. Writing the same twice is harmless.
+        missing = MIN_ROWS - sum(len(text.token_ids) for text in texts) if self._on_cpu else 0
+        rows = [*texts, *texts[:1] * -(-missing // len(texts[0].token_ids))]
+        ids = [token for text in rows for token in text.token_ids]
+        lengths = [len(text.token_ids) for text in rows]
+        positions = torch.cat([torch.arange(length) for length in lengths])
+        places = torch.cat([places_of(text.pages, length) for text, length in zip(rows, lengths, strict=True)])
+        ends = torch.tensor(lengths).cumsum(0)
+        spans = [Span(end - length, length, ()) for end, length in zip(ends.tolist(), lengths, strict=True)]
+        layout = PrefillLayout(spans, self.pages.arena, self._put(places), self.model.target)
+        hidden = self.model.hidden(self._put(torch.tensor(ids))[None], self._put(positions)[None], layout)
+        return hidden[self._put(ends[: len(texts)] - 1)].unbind()
+
+    def start(self, first_row: int, hidden: list[Tensor], *, truncates: bool) -> Tensor | None:
+        """Draw the first token of newcomers in the rows from `first_row` on; gives what `step` does."""
+        rows = self.state.rows(first_row, first_row + len(hidden))
+        fill = self.slots - len(hidden) if self._deterministic else 0
+        stacked = torch.stack([*hidden, *hidden[:1] * fill])
+        return append(self.model, rows, stacked, self.state.first_column, truncates=truncates)
+
+    def run(self, count: int, steps: int, pages: int, *, truncates: bool) -> None:
+        """Steps of the first `count` rows, whose longest has so many pages."""
+        if steps and self.graphs.enabled:
+            rows = self.slots if self._deterministic else rung_for(count, self.slots)
+            step = partial(self._step, rows, None, truncates=truncates)
+            replay = self.graphs.replay_of((rows, truncates), self.state, step)
+            if replay is not None:
+                for _ in range(steps):
+                    replay()
+                return
+        for _ in range(steps):
+            self.step(count, pages, truncates=truncates)
+
+    def step(self, count: int, pages: int, *, truncates: bool) -> Tensor | None:
+        """One step, not replayed; gives the ids [rows, V] that top-p and top-k left, where somebody has any."""
+        rows = rows_needed(self.slots if self._deterministic else count, self.model)
+        return self._step(rows, pages, truncates=truncates)
+
+    @staticmethod
+    def ids_of(support: Tensor) -> list[Tensor]:
+        """[rows] on the host."""
+        return list(ids_of(support))
+
+    def send(self, count: int) -> Arriving:
+        """The window's tokens of the first rows to the host; a new window begins."""
+        arriving = self._readback.send(*self.state.drawn_of_window(count))
+        self.state.begin_window()
+        return arriving
+
+    def _step(self, rows: int, pages: int | None, *, truncates: bool) -> Tensor | None:
+        return step(self.model, self.pages, self.state.rows(0, rows, pages), truncates=truncates, fast=self.fast)
+
+    def _put(self, values: Tensor) -> Tensor:
+        return values.to(self._device, non_blocking=True)
+
+
+def rows_needed(count: int, model: LanguageModel) -> int:
+    """Rows to compute for so many samples: a CPU's products of few rows round differently."""
+    return max(count, MIN_ROWS) if model.target.kind == "cpu" else count
+
+
+def _passes(texts: Sequence[Text], max_tokens: int) -> Iterator[list[Text]]:
+    """Whole texts in order, as many as a pass may have tokens; a longer one alone."""
+    part: list[Text] = []
+    room = 0
+    for text in texts:
+        if part and len(text.token_ids) > room:
+            yield part
+            part = []
+        if not part:
+            room = max_tokens
+        part.append(text)
+        room -= len(text.token_ids)
+    if part:
+        yield part

@@ -1,0 +1,49 @@
+"""The fullest micro-batches under a limit, counted by hand and against the packing of runs."""
+
+import pytest
+
+from ullage.batch.pack import Limits, pack
+from ullage.planner.passes import Block, Room, long_prompts, more_keys_of, short_prompts, tokens_of
+
+
+def test_long_prompts_make_whole_groups_then_part_of_one_and_a_shorter_one():
+    room = Room(tokens=5000, groups=10, n=4, prompt=1000, response=101)
+    blocks = long_prompts(room)  # 3 x 1400 and 800 left: too few for a prompt of full length
+    assert blocks == [Block(1000, 4), Block(1000, 4), Block(1000, 4), Block(700, 1)]
+    assert tokens_of(blocks, 101) == 5000
+    assert more_keys_of(blocks) == 12_000  # one sample alone reads its prompt where it lies
+    assert long_prompts(room._replace(tokens=5300)) == [*[Block(1000, 4)] * 3, Block(1000, 1)]
+
+
+def test_short_prompts_leave_their_room_to_responses():
+    room = Room(tokens=1000, groups=10, n=4, prompt=500, response=101)
+    assert short_prompts(room) == [Block(34, 4), Block(33, 4), Block(33, 1)]
+    assert tokens_of(short_prompts(room), 101) == 1000
+
+
+@pytest.mark.parametrize("make", [long_prompts, short_prompts])
+def test_a_small_mini_batch_is_one_pass_of_full_length(make):
+    blocks = make(Room(tokens=10_000, groups=2, n=2, prompt=500, response=101))
+    assert blocks == [Block(500, 2), Block(500, 2)]
+
+
+@pytest.mark.parametrize("make", [long_prompts, short_prompts])
+def test_sequences_are_counted_where_there_is_a_limit(make):
+    room = Room(tokens=3000, groups=8, n=4, prompt=500, response=101, sequences=2)
+    assert make(room) == [Block(500, 2)]
+    alone = make(room._replace(response=1, sequences=None))  # nothing of such a response is fed
+    assert sum(block.samples for block in alone) == (24 if make is long_prompts else 32)
+
+
+@pytest.mark.parametrize("make", [long_prompts, short_prompts])
+@pytest.mark.parametrize("tokens", [1600, 2048, 5000, 16_384])
+def test_runs_can_pack_them_into_one_pass(make, tokens):
+    room = Room(tokens=tokens, groups=40, n=8, prompt=1000, response=101)
+    blocks = make(room)
+    groups = [place for place, block in enumerate(blocks) for _ in range(block.samples)]
+    prompts, lengths = [block.prompt for block in blocks], [101] * len(groups)
+    limits = Limits(max_tokens=tokens)
+    assert len(pack(prompts, groups, lengths, range(len(groups)), limits)) == 1
+    assert tokens - 101 < tokens_of(blocks, 101) <= tokens
+    # No sample more would fit behind prompts of that kind.
+    assert make is long_prompts or tokens_of(blocks, 101) == tokens
