@@ -27,19 +27,19 @@ SMALL = (4096, 4096)
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    whats = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
-    update = _what(whats, "update", "the training step, its memory levers and its head")
+    subjects = parser.add_subparsers(dest="what", metavar="WHAT", required=True)
+    update = _what(subjects, "update", "the training step, its memory levers and its head")
     update.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     update.add_argument("--shapes", nargs="+", metavar="SHAPE", help="models: 0.5B 1.5B 3B 7B 8B 14B 32B, or tiny")
     update.add_argument("--cases", nargs="+", metavar="CASE", help="of fit: 3B 8B 14B 32B '7B QLoRA' '32B LoRA'")
-    rollout = _what(whats, "rollout", "the rollout engine beside Hugging Face's generate and the roofline")
+    rollout = _what(subjects, "rollout", "the rollout engine beside Hugging Face's generate and the roofline")
     rollout.add_argument(
         "--only", nargs="+", choices=ROLLOUT_PARTS, metavar="PART", help=f"{', '.join(ROLLOUT_PARTS)}; default: all"
     )
     rollout.add_argument("--shapes", nargs="+", metavar="SHAPE", help="only these models of a part")
-    step = _what(whats, "step", "whole GRPO steps, beside TRL's where it is installed")
+    step = _what(subjects, "step", "whole GRPO steps, beside TRL's where it is installed")
     step.add_argument("--shapes", nargs="+", metavar="SHAPE", help="models: 0.5B 1.5B 7B, or tiny")
-    memory = _what(whats, "memory", "the planner: random configs, predicted, then measured, then run under caps")
+    memory = _what(subjects, "memory", "the planner: random configs, predicted, then measured, then run under caps")
     memory.add_argument("--configs", type=_count, metavar="N", help="how many; default: 60, without a GPU 3")
     memory.add_argument(
         "--caps", type=_count, metavar="N", help="how many of them under caps; default: 20, without a GPU 1"
@@ -50,8 +50,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     memory.add_argument("--limit-seconds", type=float, metavar="S", help="stop by then; the same command goes on")
 
 
-def _what(whats: argparse._SubParsersAction[argparse.ArgumentParser], name: str, told: str) -> argparse.ArgumentParser:
-    parser = whats.add_parser(name, help=told, description=told, allow_abbrev=False)
+def _what(
+    subjects: argparse._SubParsersAction[argparse.ArgumentParser], name: str, told: str
+) -> argparse.ArgumentParser:
+    parser = subjects.add_parser(name, help=told, description=told, allow_abbrev=False)
     parser.add_argument("--out", type=Path, metavar="FILE", help="where the JSON goes; default: benchmarks/results")
     parser.add_argument("--json", action="store_true", help="print the result as JSON")
     return parser
@@ -65,8 +67,8 @@ def _count(text: str) -> int:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     del overrides
-    whats = {"memory": _memory, "rollout": _rollout, "step": _step, "update": _update}
-    return whats[arguments.what](arguments)
+    subjects = {"memory": _memory, "rollout": _rollout, "step": _step, "update": _update}
+    return subjects[arguments.what](arguments)
 
 
 def _update(arguments: argparse.Namespace) -> int:
