@@ -6,7 +6,7 @@ import argparse
 import json
 import sys
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
 from itertools import chain
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -72,69 +72,66 @@ def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
 
 
 def _update(arguments: argparse.Namespace) -> int:
-    from ullage.bench import report
     from ullage.model.target import find_target
 
     target = find_target("auto", 0)
-    out = arguments.out or RESULTS / f"update_{target.kind}.json"
-    found: dict[str, Any] = {}
     command = "ullage bench update --only " + " ".join(arguments.only)
-    for part in arguments.only:
-        found[part] = []
-        for row in measured(part, target, arguments):
-            found[part].append(row)
-            report.write(out, target, command, found)  # after each row, so that nothing measured is lost
-            say(f"{part}: {json.dumps(row)}")
-        say(f"{part}\n{report.table(found[part])}\n")
-    if arguments.json:
-        print(json.dumps(found))
-    say(f"written: {out}")
-    return 0
+    parts = {part: measured(part, target, arguments) for part in arguments.only}
+    return _collected(parts, arguments.out or RESULTS / f"update_{target.kind}.json", target, command, arguments)
 
 
 def _rollout(arguments: argparse.Namespace) -> int:
-    from ullage.bench import report, rollout
+    from ullage.bench import rollout
     from ullage.model.target import find_target
 
     target = find_target("auto", 0)
     small = target.kind == "cpu"
-    out = arguments.out or RESULTS / f"rollout_{target.kind}.json"
-    parts = arguments.only or (["tiny"] if small else [part for part in ROLLOUT_PARTS if part != "tiny"])
-    command = "ullage bench rollout --only " + " ".join(parts)
-    found: dict[str, Any] = {part: [] for part in parts}
-    for part in parts:
+    wanted = arguments.only or (["tiny"] if small else [part for part in ROLLOUT_PARTS if part != "tiny"])
+
+    def rows(part: str) -> Iterator[dict[str, Any]]:
         for work in rollout.WORKLOADS[part]():
             if arguments.shapes is None or work.shape in arguments.shapes:
-                for row in rollout.measured(work, target, rounds=1 if small else 3):
-                    found[part].append(row)
-                    report.write(out, target, command, found)
-                    say(f"{part}: {json.dumps(row)}")
-        say(f"{part}\n{report.table(found[part])}\n")
-    if arguments.json:
-        print(json.dumps(found))
-    say(f"written: {out}")
-    return 0
+                yield from rollout.measured(work, target, rounds=1 if small else 3)
+
+    command = "ullage bench rollout --only " + " ".join(wanted)
+    out = arguments.out or RESULTS / f"rollout_{target.kind}.json"
+    return _collected({part: rows(part) for part in wanted}, out, target, command, arguments)
 
 
 def _step(arguments: argparse.Namespace) -> int:
-    from ullage.bench import report
     from ullage.bench.step import RACES, step
     from ullage.model.target import find_target
 
     target = find_target("auto", 0)
-    out = arguments.out or RESULTS / f"step_{target.kind}.json"
     shapes = arguments.shapes or (["tiny"] if target.kind == "cpu" else ["0.5B", "1.5B", "7B"])
     for shape in shapes:
         if shape not in RACES:
             raise UsageError(f"no shape {shape}", f"one of: {', '.join(RACES)}")
-    rows: list[dict[str, Any]] = []
-    for row in chain.from_iterable(step(RACES[shape], target, say) for shape in shapes):
-        rows.append(row)
-        report.write(out, target, "ullage bench step --shapes " + " ".join(shapes), {"step": rows})
-        say(json.dumps(row))
-    say(report.table(rows))
+    rows = chain.from_iterable(step(RACES[shape], target, say) for shape in shapes)
+    command = "ullage bench step --shapes " + " ".join(shapes)
+    return _collected({"step": rows}, arguments.out or RESULTS / f"step_{target.kind}.json", target, command, arguments)
+
+
+def _collected(
+    parts: Mapping[str, Iterable[dict[str, Any]]],
+    out: Path,
+    target: Target,
+    command: str,
+    arguments: argparse.Namespace,
+) -> int:
+    """Measure part by part; written down after each row, so that nothing measured is lost."""
+    from ullage.bench import report
+
+    found: dict[str, list[dict[str, Any]]] = {}
+    for part, rows in parts.items():
+        found[part] = []
+        for row in rows:
+            found[part].append(row)
+            report.write(out, target, command, found)
+            say(f"{part}: {json.dumps(row)}")
+        say(f"{part}\n{report.table(found[part])}\n")
     if arguments.json:
-        print(json.dumps({"step": rows}))
+        print(json.dumps(found))
     say(f"written: {out}")
     return 0
 
