@@ -195,7 +195,7 @@ def test_measured_beside_planned(tmp_path):
     recorder = recorder_with({"update": 8 << 20, "rollout": 3 << 20, "reward": 5})
     compare(planned, recorder, directory, CPU)
     assert recorder.events == [
-        "memory by phase: planned, measured, error of the plan",
+        "memory by phase: planned for sequences of full length, measured, error of the plan",
         "  rollout          3.0 MiB    3.0 MiB    +0.0 %",
         "  update           6.0 MiB    8.0 MiB   -25.0 %",
     ]

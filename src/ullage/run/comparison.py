@@ -59,7 +59,7 @@ def compare(
 
 
 def table(measured: Mapping[str, Mapping[str, float]]) -> list[str]:
-    lines = ["memory by phase: planned, measured, error of the plan"]
+    lines = ["memory by phase: planned for sequences of full length, measured, error of the plan"]
     for name, row in measured.items():
         sizes = f"{bytes_text(row['planned_bytes']):>10} {bytes_text(row['allocated_peak_bytes']):>10}"
         lines.append(f"  {name:<14}{sizes} {row['error_percent']:>+7.1f} %")
