@@ -19,6 +19,8 @@ PLAIN = {
     SLOTS: 64,
 }
 
+TITLE = "memory by phase: planned for sequences of full length, measured, error of the plan"
+
 
 def train(ullage, task, runs, *, name="run", **options):
     changes = options.pop("changes", ())
@@ -76,7 +78,7 @@ def test_every_planned_phase_is_compared(planned):
         error = 100 * (found["planned_bytes"][name] / measured[name]["allocated_peak_bytes"] - 1)
         assert measured[name]["error_percent"] == round(error, 2)
     told = events_of(planned)
-    start = told.index("memory by phase: planned for sequences of full length, measured, error of the plan")
+    start = told.index(TITLE)
     assert [line.split()[0] for line in told[start + 1 :]] == list(measured)
 
 
@@ -161,7 +163,7 @@ def test_two_ranks_agree(ullage, task, tmp_path, planned):
     found = plan_of(tmp_path / "run")
     assert found["settings"] == PLAIN
     assert found["capacity_bytes"] == plan_of(planned)["capacity_bytes"] // 2  # one memory for both
-    assert events_of(tmp_path / "run").count("memory by phase: planned for sequences of full length, measured, error of the plan") == 1
+    assert events_of(tmp_path / "run").count(TITLE) == 1
     assert samples_of(tmp_path / "run") == samples_of(planned)
 
 

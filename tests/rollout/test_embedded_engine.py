@@ -239,8 +239,10 @@ def test_pages_are_returned_after_an_exception(model, requests, expected, where,
     assert_same(engine.generate(requests, sampling()), expected)
 
 
-@pytest.mark.parametrize("greedy", [True, False])
-def test_non_finite_weights_are_a_numerics_error_and_return_the_pages(tiny_model, requests, greedy):
+@pytest.mark.parametrize(
+    "how", [{"temperature": 0.0}, {}, {"top_p": 0.9}, {"top_k": 3}], ids=["greedy", "sampled", "top-p", "top-k"]
+)
+def test_non_finite_weights_are_a_numerics_error_and_return_the_pages(tiny_model, requests, how):
     broken = load(tiny_model, "float32")
     engine = make_engine(broken, slots=4)
     calls = 0
@@ -252,7 +254,7 @@ def test_non_finite_weights_are_a_numerics_error_and_return_the_pages(tiny_model
             broken.module.model.norm.weight.data[0] = float("nan")
 
     with pytest.raises(NumericsError, match="non-finite logits"):
-        engine.generate(requests, sampling(temperature=0.0 if greedy else 1.0), on_progress=poison)
+        engine.generate(requests, sampling(**how), on_progress=poison)
     assert engine.pages.free == engine.pages.total
 
 

@@ -126,7 +126,7 @@ class Sequences:
             _ends(keys, device),
             max(queries),
             max(keys),
-            torch.cat(places).to(device) if shared else None,
+            torch.cat(places).to(device, non_blocking=True) if shared else None,
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
@@ -156,7 +156,7 @@ class Sequences:
 
 def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
     """[sequences + 1] where each begins, and the end of the last."""
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device)
+    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device, non_blocking=True)
 
 
 class _Gathered(torch.autograd.Function):

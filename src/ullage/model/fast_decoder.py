@@ -77,8 +77,8 @@ class FastDecoder:
             None if key_norm is None else key_norm.weight,
             0.0 if query_norm is None else query_norm.variance_epsilon,
         )
-        # Where layers differ, each knows its own; else it is the model's.
-        knows = attention if hasattr(attention, "sliding_window") else attention.config
+        # Where layers differ, each knows its own; Mistral's are alike. A Llama takes no notice of such a number.
+        knows = attention.config if attention.config.model_type == "mistral" else attention
         window = getattr(knows, "sliding_window", None) or 0
         out = attend(number, query, Extras(attention.scaling, window, None, None))
         mixed: Tensor = attention.o_proj(out.flatten(1))

@@ -65,14 +65,15 @@ def rotate_and_store(
 ) -> Tensor:
     """Rotated queries [S, H, d]; rotated keys, and values, go to their places in a layer of the arena.
 
-    Queries, keys and values are the projections, [S, heads * d]; a norm of queries or keys is applied to every head.
+    Queries, keys and values are the projections, [S, heads * d]; a norm of queries or keys is applied to every head. A
+    token whose place is negative is nobody's: its key and value are not stored.
     """
     heads = query.shape[1] // cos.shape[1]
     if query.device.type == "cpu":
         query, key, value = (x.unflatten(1, (-1, cos.shape[1])) for x in (query, key, value))
-        flat = arena[layer].flatten(1, 2)  # [2, pages * page_size, K, d]
-        flat[0].index_copy_(0, places, rotated_plain(key, cos, sin, key_norm, eps))
-        flat[1].index_copy_(0, places, value)
+        flat, there = arena[layer].flatten(1, 2), places >= 0  # [2, pages * page_size, K, d]
+        flat[0].index_copy_(0, places[there], rotated_plain(key, cos, sin, key_norm, eps)[there])
+        flat[1].index_copy_(0, places[there], value[there])
         return rotated_plain(query, cos, sin, query_norm, eps)
     from ullage.model.kernels.fused_triton import rotate_and_store_into
 

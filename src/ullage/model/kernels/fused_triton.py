@@ -63,7 +63,7 @@ def _rotate(  # noqa: ANN202
 @triton.jit
 def _rotate_and_store(  # noqa: ANN202
     out, query, key, value, cos, sin, arena, places, query_norm, key_norm,  # noqa: ANN001
-    eps, layer, layer_stride, kind_stride,  # noqa: ANN001
+    eps, kind_stride,  # noqa: ANN001
     groups: tl.constexpr, kv_heads: tl.constexpr, half: tl.constexpr, block: tl.constexpr, has_norm: tl.constexpr,
 ):  # fmt: skip
     # One token and one key-value head, with the heads of queries that read it.
@@ -80,11 +80,13 @@ def _rotate_and_store(  # noqa: ANN202
         own = (token * kv_heads + head) * (groups * size) + i * size
         _rotate(query + own, out + own, c1, c2, s1, s2, query_norm, eps, place, inside, half, has_norm)
     own = (token * kv_heads + head) * size
-    slot = arena + layer * layer_stride + (tl.load(places + token).to(tl.int64) * kv_heads + head) * size
-    _rotate(key + own, slot, c1, c2, s1, s2, key_norm, eps, place, inside, half, has_norm)
-    slot += kind_stride
-    tl.store(slot + place, tl.load(value + own + place, mask=inside), mask=inside)
-    tl.store(slot + half + place, tl.load(value + own + half + place, mask=inside), mask=inside)
+    spot = tl.load(places + token).to(tl.int64)
+    if spot >= 0:  # else it is nobody's token
+        slot = arena + (spot * kv_heads + head) * size
+        _rotate(key + own, slot, c1, c2, s1, s2, key_norm, eps, place, inside, half, has_norm)
+        slot += kind_stride
+        tl.store(slot + place, tl.load(value + own + place, mask=inside), mask=inside)
+        tl.store(slot + half + place, tl.load(value + own + half + place, mask=inside), mask=inside)
 
 
 def add_norm_into(total: Tensor, normed: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
@@ -115,12 +117,14 @@ def rotate_and_store_into(
     eps: float,
 ) -> None:
     """Both norms, or none: what architectures have."""
+    assert all(x.is_contiguous() for x in (query, key, value, cos, sin)), "rows follow one another"
     tokens, heads, size = out.shape
     kv_heads, half = key.shape[1] // size, size // 2
     _rotate_and_store[(tokens, kv_heads)](
-        out, query, key, value, cos, sin, arena, places,
+        # The layer by its address: its offset in a large arena needs more than 32 bits.
+        out, query, key, value, cos, sin, arena[layer], places,
         out if query_norm is None else query_norm, out if key_norm is None else key_norm,
-        eps, layer, arena.stride(0), arena.stride(1),
+        eps, arena.stride(1),
         groups=heads // kv_heads, kv_heads=kv_heads, half=half, block=triton.next_power_of_2(half),
         has_norm=query_norm is not None, num_warps=1,
     )  # fmt: skip

@@ -256,7 +256,7 @@ def merge(
     sequences, heads, slots, size = partial.shape
     _merge[(heads, sequences)](
         partial, sums[0], sums[1], lengths, starts, sinks, out,
-        size=size, columns=triton.next_power_of_2(size), before=slots - SEGMENTS, segments=SEGMENTS,
+        size=size, columns=columns_of(size), before=slots - SEGMENTS, segments=SEGMENTS,
         slots=triton.next_power_of_2(slots), least=LEAST_SEGMENT, tile=tile_of(size), window=window,
         has_starts=starts is not None, has_sinks=sinks is not None, num_warps=MERGE_WARPS,
     )  # fmt: skip
@@ -272,9 +272,15 @@ def store(layer: Tensor, key: Tensor, value: Tensor, places: Tensor) -> None:
     )  # fmt: skip
 
 
+def columns_of(size: int) -> int:
+    """A power of two that products on tensor cores can have."""
+    columns: int = max(16, triton.next_power_of_2(size))
+    return columns
+
+
 def tile_of(size: int) -> int:
     """Tokens that are read at once."""
-    tokens: int = max(16, TILE_ELEMENTS // triton.next_power_of_2(size))
+    tokens: int = max(16, TILE_ELEMENTS // columns_of(size))
     return tokens
 
 
@@ -286,6 +292,6 @@ def _shape(query: Tensor, layer: Tensor) -> dict[str, int]:
         "kv_heads": kv_heads,
         "group": query.shape[1] // kv_heads,
         "size": size,
-        "columns": triton.next_power_of_2(size),
+        "columns": columns_of(size),
         "page": page,
     }

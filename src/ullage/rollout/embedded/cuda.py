@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextlib import suppress
 from typing import Any
 
 import torch
@@ -30,16 +31,30 @@ class Capture:
         torch.cuda.synchronize(self._device)
         torch.cuda.empty_cache()
         before = torch.cuda.memory_reserved(self._device)
+        self._pool = self._pool or torch.cuda.graph_pool_handle()
         graph = torch.cuda.CUDAGraph()
         try:
             # Other threads may measure memory meanwhile.
             with torch.cuda.graph(graph, pool=self._pool, stream=self._stream, capture_error_mode="thread_local"):
                 step()
+        except RuntimeError:
+            self._leave_pool(graph)
+            raise
         finally:
             torch.cuda.set_stream(main)  # where it fails, its own queue is left in use
-        self._pool = graph.pool()
         self.nbytes += max(0, torch.cuda.memory_reserved(self._device) - before)
         return graph.replay
+
+    def _leave_pool(self, graph: torch.cuda.CUDAGraph) -> None:
+        """A capture that broke off leaves the allocator filling its pool, unless it could still end it."""
+        try:
+            graph.pool()
+        except RuntimeError:
+            index = torch.cuda.current_device() if self._device.index is None else self._device.index
+            with suppress(RuntimeError):
+                torch._C._cuda_endAllocateToPool(index, self._pool)
+                torch._C._cuda_releasePool(index, self._pool)
+            self._pool = None
 
     def forget(self) -> None:
         """The graphs are gone: the next one begins a new pool."""

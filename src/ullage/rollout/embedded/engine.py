@@ -20,6 +20,8 @@ from ullage.rollout.sampling import GroupRequest, Sample, Sampling
 
 PREFILL_TOKENS = 4096
 """Prompt tokens of one prefill pass."""
+MOVING_ROPES = ("dynamic", "longrope")
+"""Rotary embeddings that look at the longest sequence on the host and replace their numbers: not to be captured."""
 WINDOW = 16
 """Steps between two looks at what was drawn, on a device that the host can run behind."""
 
@@ -70,7 +72,8 @@ class Engine:
             device=target.device,
         )
         # A device that is only traced is no device that can capture.
-        self.graphs = Graphs(Capture(target.device) if target.device.type == "cuda" else None, say)
+        captures = target.device.type == "cuda" and _rope_type(model) not in MOVING_ROPES
+        self.graphs = Graphs(Capture(target.device) if captures else None, say)
         self.decoder = Decoder(
             model,
             self.pages,
@@ -181,3 +184,8 @@ def _submit(
         session.submit(group, replace(request, seeds=tuple(request.seeds[index] for index in wanted)), sampling)
         indices.append(wanted)
     return indices
+
+
+def _rope_type(model: LanguageModel) -> str:
+    rope = getattr(model.module.config.get_text_config(), "rope_parameters", None) or {}
+    return str(rope.get("rope_type", "default"))

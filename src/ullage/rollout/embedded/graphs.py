@@ -77,7 +77,7 @@ class Graphs:
             except torch.OutOfMemoryError:
                 raise
             except RuntimeError as error:
-                reason = str(error).splitlines()[0]
+                reason = str(error.__context__ or error).splitlines()[0]
                 self._say(f"decoding goes on without CUDA graphs, and slower: {reason}")
                 self._replays.clear()
                 self._capture = None

@@ -50,7 +50,8 @@ def append(model: LanguageModel, rows: Rows, hidden: Tensor, column: Tensor, *, 
         greedy = temperature == 0
         logits = logits / torch.where(greedy, 1, temperature)[:, None]
         if has_kernels(model):
-            support = logits >= least_kept(logits, rows.top_k, rows.top_p)[:, None]
+            # What is no number stays, so that the log-prob says so.
+            support = ~(logits < least_kept(logits, rows.top_k, rows.top_p)[:, None])
         else:
             support = _kept(logits, rows.top_p[:, None], rows.top_k[:, None])
         logits, temperature = without(logits, support), torch.where(greedy, 0.0, 1.0).to(temperature.dtype)
@@ -76,4 +77,5 @@ def _kept(logits_SV: Tensor, top_p_S1: Tensor, top_k_S1: Tensor) -> Tensor:
     keep = torch.arange(ordered.shape[-1], device=ordered.device) < top_k_S1
     p = torch.where(keep, ordered, -torch.inf).softmax(-1)
     keep &= (p.cumsum(-1) - p < top_p_S1) | (top_p_S1 >= 1)
+    keep |= ordered.isnan()  # so that the log-prob says so
     return torch.zeros_like(keep).scatter(-1, order, keep)

@@ -1,0 +1,72 @@
+"""The Triton kernels between a decoder's products against plain torch, under Triton's interpreter (`make triton`).
+
+In float16: the interpreter cuts bfloat16 off instead of rounding it.
+"""
+
+import os
+from importlib.util import find_spec
+
+import pytest
+import torch
+
+from ullage.model.kernels import fused
+
+INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
+pytestmark = [pytest.mark.triton, pytest.mark.skipif(not INTERPRETED, reason="`make triton` runs it, where Triton is")]
+
+CANARY = 77.0
+
+
+def random(*shape):
+    return torch.randn(shape, generator=torch.Generator().manual_seed(sum(shape))).half()
+
+
+@pytest.mark.parametrize(("rows", "width"), [(3, 96), (5, 128), (1, 1000)])
+def test_sums_and_their_norms(rows, width):
+    from ullage.model.kernels.fused_triton import add_norm_into
+
+    x, residual, weight = random(rows, width), random(rows, width) * 2, random(width)
+    total, normed = torch.empty_like(x), torch.empty_like(x)
+    add_norm_into(total, normed, x, residual, weight, 1e-6)
+    want_total, want_normed = fused.add_norm(x, residual, weight, 1e-6)
+    assert torch.equal(total, want_total)
+    torch.testing.assert_close(normed, want_normed, rtol=1e-3, atol=1e-3)
+
+
+def test_the_gate():
+    from ullage.model.kernels.fused_triton import gate_into
+
+    gated, up = random(7, 301), random(7, 301) * 3
+    out = torch.empty_like(up)
+    gate_into(out, gated, up)
+    torch.testing.assert_close(out, fused.gate(gated, up), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize(
+    ("heads", "kv_heads", "size", "norms"), [(4, 2, 32, False), (6, 2, 64, True), (3, 3, 80, True), (7, 1, 16, False)]
+)
+def test_keys_and_values_go_to_their_places_and_nobodys_go_nowhere(heads, kv_heads, size, norms):
+    from ullage.model.kernels.fused_triton import rotate_and_store_into
+
+    tokens, layers, pages, page = 6, 3, 4, 16
+    query, key, value = (random(tokens, count * size) for count in (heads, kv_heads, kv_heads))
+    cos, sin = random(tokens, size), random(tokens, size) + 1
+    places = torch.tensor([3, -1, 17, 40, -1, 63], dtype=torch.int32)
+    query_norm, key_norm = (random(size), random(size) + 2) if norms else (None, None)
+    # Memory of others lies before and behind the arena.
+    numel = layers * 2 * pages * page * kv_heads * size
+    memory = torch.full((numel + 2000,), CANARY, dtype=torch.half)
+    arena = memory[1000:-1000].view(layers, 2, pages, page, kv_heads, size)
+    other = arena.clone()
+    for layer in range(layers):
+        out = query.new_empty(tokens, heads, size)
+        rotate_and_store_into(out, query, key, value, cos, sin, arena, layer, places, query_norm, key_norm, 1e-6)
+        want = fused.rotate_and_store(
+            query, key, value, cos, sin, other, layer, places.long(), query_norm, key_norm, 1e-6
+        )
+        torch.testing.assert_close(out, want, rtol=2e-3, atol=2e-3)
+    torch.testing.assert_close(arena, other, rtol=2e-3, atol=2e-3)
+    assert bool((memory[:1000] == CANARY).all() & (memory[-1000:] == CANARY).all())
+    flat = arena.flatten(2, 3)
+    untouched = [place for place in range(pages * page) if place not in places.tolist()]
+    assert bool((flat[:, :, untouched] == CANARY).all())
