@@ -13,7 +13,6 @@ from ullage.model.attention import Extras, masked_attention
 from ullage.model.kernels import paged, sample
 from ullage.model.kernels.truncate import least_kept
 from ullage.rollout.embedded.sampler import kept
-from ullage.rollout.sampling import Sampling
 
 INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1" and find_spec("triton") is not None
 pytestmark = [pytest.mark.triton, pytest.mark.skipif(not INTERPRETED, reason="`make triton` runs it, where Triton is")]
@@ -280,7 +279,7 @@ def test_truncation_without_a_sort_keeps_the_same_ids(monkeypatch):
     top_k, top_p = (torch.tensor(each) for each in zip(*asked, strict=True))
     least = least_kept(logits, top_k, top_p)
     for row, (k, p) in enumerate(asked):
-        want = kept(logits[row : row + 1], Sampling(top_k=min(k, 90), top_p=p))[0]
+        want = kept(logits[row : row + 1], torch.tensor([[p]]), torch.tensor([[k]]))[0]
         assert torch.equal(logits[row] >= least[row], want)
     assert least[4] == -float("inf")
 

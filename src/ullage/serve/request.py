@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import difflib
 import json
+from abc import abstractmethod
 from typing import Annotated, Any, Literal, TypeVar
 
 from pydantic import BaseModel, ConfigDict, Field, StringConstraints, ValidationError
@@ -98,8 +99,8 @@ class Body(_Strict):
         return self.max_tokens
 
     @property
-    def wants_logprobs(self) -> bool:
-        raise NotImplementedError
+    @abstractmethod
+    def wants_logprobs(self) -> bool: ...
 
 
 class CompletionBody(Body):

@@ -1,1 +1,1 @@
-"""Kernels as `torch.library` custom ops, each with a fake implementation for tracing and a plain-torch twin."""
+"""Kernels as custom operators of torch, each with a fake implementation for tracing and a plain-torch twin."""

@@ -5,17 +5,14 @@ The same code runs eagerly and inside a captured graph. Shapes: S rows, V vocabu
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ullage.model.fast_decoder import FastDecoder, supports
-from ullage.model.head import without
-from ullage.model.kernels.sample import sample_fused, sample_plain
-from ullage.model.kernels.truncate import least_kept
 from ullage.model.language_model import LanguageModel
 from ullage.rollout.embedded.bookkeeping import feed_fused, feed_plain, note_fused, note_plain
 from ullage.rollout.embedded.layouts import DecodeLayout
 from ullage.rollout.embedded.pages import Pages
+from ullage.rollout.embedded.sampler import draw
 from ullage.rollout.embedded.state import Rows
 
 
@@ -45,20 +42,19 @@ def append(model: LanguageModel, rows: Rows, hidden: Tensor, column: Tensor, *, 
     Hidden states may be more than the rows: those after them are nobody's.
     """
     logits = model.head.logits(hidden, 1.0)[: len(rows.last)]
-    temperature, support = rows.temperature, None
-    if truncates:
-        greedy = temperature == 0
-        logits = logits / torch.where(greedy, 1, temperature)[:, None]
-        if has_kernels(model):
-            # What is no number stays, so that the log-prob says so.
-            support = ~(logits < least_kept(logits, rows.top_k, rows.top_p)[:, None])
-        else:
-            support = _kept(logits, rows.top_p[:, None], rows.top_k[:, None])
-        logits, temperature = without(logits, support), torch.where(greedy, 0.0, 1.0).to(temperature.dtype)
-    sample, note = (sample_fused, note_fused) if has_kernels(model) else (sample_plain, note_plain)
-    tokens, logprobs = sample(logits, temperature, rows.seed, rows.drawn)
-    note(rows, tokens, logprobs, column, model.head.weight.shape[0])
-    return support
+    drawn = draw(
+        logits,
+        rows.temperature,
+        rows.top_p,
+        rows.top_k,
+        rows.seed,
+        rows.drawn,
+        truncates=truncates,
+        fused=has_kernels(model),
+    )
+    note = note_fused if has_kernels(model) else note_plain
+    note(rows, drawn.tokens, drawn.logprobs, column, model.head.weight.shape[0])
+    return drawn.support_SV
 
 
 def has_kernels(model: LanguageModel) -> bool:
@@ -69,13 +65,3 @@ def has_kernels(model: LanguageModel) -> bool:
 def fast_layers(model: LanguageModel) -> FastDecoder | None:
     """Where there are kernels for what lies between the model's matrix products."""
     return FastDecoder(model) if has_kernels(model) and supports(model) else None
-
-
-def _kept(logits_SV: Tensor, top_p_S1: Tensor, top_k_S1: Tensor) -> Tensor:
-    """[S, V] the top-k ids and, of those, the smallest set whose probability reaches top-p, by each row's own."""
-    ordered, order = logits_SV.sort(-1, descending=True)
-    keep = torch.arange(ordered.shape[-1], device=ordered.device) < top_k_S1
-    p = torch.where(keep, ordered, -torch.inf).softmax(-1)
-    keep &= (p.cumsum(-1) - p < top_p_S1) | (top_p_S1 >= 1)
-    keep |= ordered.isnan()  # so that the log-prob says so
-    return torch.zeros_like(keep).scatter(-1, order, keep)
