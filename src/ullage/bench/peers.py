@@ -85,7 +85,7 @@ class Trial(NamedTuple):
 
 
 def peers(
-    workload: Workload, target: Target, *, rounds: int = 2, repeat: int = 2, say: Say = lambda line: None
+    workload: Workload, target: Target, *, rounds: int = 2, repeat: int = 1, say: Say = lambda line: None
 ) -> Iterator[dict[str, Any]]:
     """Rows of one shape: ours, the plain step and TRL's, each at its best, and others of TRL's settings beside it."""
     free(target)  # what the shape before held
@@ -143,9 +143,8 @@ class Arena:
     def plain(self) -> list[Contender]:
         """All logits of a padded micro-batch at once; the best of all settings."""
         module = twin(self.module, "sdpa")
-        trials = [Trial(size, size, recompute) for size in self._sizes() for recompute in (False, True)]
-        tried = [self._plain(module, trial) for trial in trials]
-        return fastest([contender for contender in tried if self.tried(contender)])
+        found = self._fitting(lambda size: size, partial(self._plain, module))
+        return [found[best]] if (best := _fastest(found)) else []
 
     def trl(self) -> list[Contender]:
         """Its own loss over batches as its own generation would hand them on.
@@ -159,20 +158,28 @@ class Arena:
             return []
         with tempfile.TemporaryDirectory() as folder:
             trainer = trl_trainer(twin(self.module, "sdpa"), folder, self.target)
-        trials = [
-            Trial(size, max(size, LEAST_GENERATED), recompute) for size in self._sizes() for recompute in (False, True)
-        ]
-        made = {trial: self._trl(trainer, trial) for trial in trials}
-        found = {trial: contender for trial, contender in made.items() if self.tried(contender)}
-        if not found:
+        found = self._fitting(lambda size: max(size, LEAST_GENERATED), partial(self._trl, trainer))
+        best = _fastest(found)
+        if best is None:
             return []
-        best = min(found, key=lambda trial: found[trial].seconds)
         count = len(self.lengths)
         others = [best._replace(padded=min(max(best.sequences, size), count)) for size in (COMMON_GROUP, count)]
         if self.target.kind == "cuda":
             others.append(best._replace(autocast=True))
         varied = [self._trl(trainer, trial) for trial in dict.fromkeys(others) if trial not in found]
         return [found[best], *(contender for contender in varied if self.tried(contender))]
+
+    def _fitting(self, padded: Callable[[int], int], make: Callable[[Trial], Contender]) -> dict[Trial, Contender]:
+        """Every micro-batch that fits; recomputing, which only costs time, where it does not fit without."""
+        found = {}
+        for size in self._sizes():
+            for recompute in (False, True):
+                trial = Trial(size, padded(size), recompute)
+                contender = make(trial)
+                if self.tried(contender):
+                    found[trial] = contender
+                    break
+        return found
 
     def tried(self, contender: Contender) -> bool:
         """Whether it fits; if so it has been timed once."""
@@ -296,9 +303,8 @@ def plain_loss(module: PreTrainedModel, part: Padded, total: int) -> Tensor:
     return -(responses * part.advantages[:, None] * part.completion_mask).sum() / total
 
 
-def fastest(contenders: Sequence[Contender]) -> list[Contender]:
-    """The one that took the least time, if there is any."""
-    return sorted(contenders, key=lambda contender: contender.seconds)[:1]
+def _fastest(found: dict[Trial, Contender]) -> Trial | None:
+    return min(found, key=lambda trial: found[trial].seconds, default=None)
 
 
 def twin(module: PreTrainedModel, implementation: str) -> PreTrainedModel:
