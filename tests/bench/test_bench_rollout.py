@@ -47,7 +47,8 @@ def test_the_small_form_is_written_down(tmp_path, capfd):
     assert written["command"] == "ullage bench rollout --only tiny"
     rows = written["tiny"]
     assert printed == {"tiny": rows}
-    assert [row["engine"] for row in rows] == ["ullage", "generate", "ullage", "ullage", "ullage, prompts apart"]
+    engines = [row["engine"] for row in rows]
+    assert engines == ["ullage", "generate", "ullage", "ullage", "ullage, read apart", "ullage, prompts apart"]
     assert [row["workload"] for row in rows][:2] == ["4 x (8 + 6)"] * 2
     # Float32 on a CPU: everybody gives the log-probs of the same weights.
     assert all(row["logprob_gap"] < 1e-5 for row in rows)

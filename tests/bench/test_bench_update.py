@@ -40,10 +40,11 @@ def test_every_row_is_a_config(settings):
 
 
 def test_a_row_is_compared_with_the_first():
-    first = {"update_s": 2.0, "optimizer_s": 0.5, "peak_gib": 10.0, "step_peak_gib": 12.0}
-    found = {"update_s": 2.5, "optimizer_s": 0.5, "peak_gib": 9.0, "step_peak_gib": 7.0}
+    first = {"tokens": 16384, "update_s": 2.0, "optimizer_s": 0.5, "peak_gib": 10.0, "step_peak_gib": 12.0}
+    found = {"tokens": 16384, "update_s": 2.5, "optimizer_s": 0.5, "peak_gib": 9.0, "step_peak_gib": 7.0}
     assert compared(found, first)["saved_gib"] == 3.0
     assert compared(found, first)["time_lost_percent"] == 20.0
+    assert compared(found, first)["time_lost_percent_at"][32768] == 22.2  # 5.5 against 4.5
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="measures a real model there, for minutes")

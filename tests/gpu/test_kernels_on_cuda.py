@@ -70,6 +70,24 @@ def test_paged_attention(count, heads, kv_heads, size, window):
     close(got[there], cache.want(query, window)[there])
 
 
+@pytest.mark.parametrize("window", [0, 100])
+def test_the_width_of_a_table_changes_no_bit(window):
+    """Of segments that are written at once, merged of two and merged of sixteen."""
+    cache = Cache(64, 2, 64, longest=256)
+    query, lengths = random(64, 14, 64, seed=99), cache.lengths.int().cuda()
+    results = []
+    for width in (16, 32, 400):
+        table = torch.zeros(64, width, dtype=torch.int32)
+        table[:, :16] = cache.table
+        results.append(
+            paged.fused_paged_attention(query, cache.arena, 1, table.cuda(), lengths, 0.1, window, 0.0, None)
+        )
+    there = (cache.lengths > 0).cuda()
+    close(results[0][there], cache.want(query, window)[there])
+    assert torch.equal(results[0], results[1])
+    assert torch.equal(results[0], results[2])
+
+
 def test_attention_over_an_arena_of_more_numbers_than_31_bits_count():
     arena = torch.empty(3, 2, 30_000, PAGE, 8, 128, dtype=torch.bfloat16, device="cuda")
     assert arena.numel() > 2**31
@@ -91,8 +109,8 @@ def test_attention_over_an_arena_of_more_numbers_than_31_bits_count():
 @pytest.mark.parametrize("normed", [False, True])
 def test_rotating_and_storing(count, size, normed):
     heads, kv_heads = 6, 2
-    query, key, value = (random(count, n * size, seed=n) for n in (heads, kv_heads, 9))
-    value = value[:, : kv_heads * size].contiguous()
+    widths = [n * size for n in (heads, kv_heads, kv_heads)]
+    parts = random(count, sum(widths)).split(widths, dim=1)  # columns of one product
     cos, sin = random(count, size, seed=3), random(count, size, seed=4)
     weights = (random(size, seed=5), random(size, seed=6)) if normed else (None, None)
     places = torch.randperm(2 * count + 40, device="cuda")[:count]
@@ -101,12 +119,15 @@ def test_rotating_and_storing(count, size, normed):
     results = []
     for device in ("cuda", "cpu"):
         arena = canary.to(device)
-        arguments = [x if x is None or isinstance(x, int) else x.to(device) for x in (query, key, value, cos, sin)]
+        arguments = [x.to(device) for x in (*parts, cos, sin)]
         norms = [None if x is None else x.to(device) for x in weights]
-        out = fused.rotate_and_store(*arguments, arena, 1, places.to(device), *norms, 1e-6)
-        results.append((out.cuda(), arena.cuda()))
-    (got, got_arena), (want, want_arena) = results
+        out, keys = fused.rotate_and_store(*arguments, arena, 1, places.to(device), *norms, 1e-6, normed)
+        results.append((out.cuda(), keys.cuda(), arena.cuda()))
+    (got, got_keys, got_arena), (want, want_keys, want_arena) = results
     close(got, want)
+    assert got_keys.shape == want_keys.shape == (count if normed else 0, kv_heads, size)
+    if normed:
+        close(got_keys, want_keys)
     close(got_arena, want_arena)
     unchanged = (want_arena == canary).flatten(3).all(-1)
     assert torch.equal(got_arena[unchanged], canary[unchanged])
@@ -123,6 +144,8 @@ def test_sums_norms_and_gates(count, hidden):
     ):
         close(got, want.cuda())
     close(fused.gate(x, residual), fused.gate(x.cpu(), residual.cpu()).cuda())
+    gated, up = x.chunk(2, dim=1)  # columns of one product
+    close(fused.gate(gated, up), fused.gate(gated.cpu(), up.cpu()).cuda())
 
 
 @pytest.mark.parametrize("count", ROWS)

@@ -39,8 +39,10 @@ from ullage.model.target import Target
 from ullage.run.levers import optimizer_levers, prepare_layers
 from ullage.workers.actor import Actor
 
-SEQUENCES = (1, 2, 4, 8, 16)
+SEQUENCES = (2, 4, 8, 16)
 """Of a peer's micro-batch."""
+SLOWER = 1.08
+"""Than the best so far: a larger micro-batch that is, with its padding, is the last that is tried."""
 LEAST_GENERATED = 2
 """TRL's smallest generation batch: a group has at least two samples."""
 COMMON_GROUP = 8
@@ -85,7 +87,7 @@ class Trial(NamedTuple):
 
 
 def peers(
-    workload: Workload, target: Target, *, rounds: int = 2, repeat: int = 1, say: Say = lambda line: None
+    workload: Workload, target: Target, *, rounds: int = 1, repeat: int = 2, say: Say = lambda line: None
 ) -> Iterator[dict[str, Any]]:
     """Rows of one shape: ours, the plain step and TRL's, each at its best, and others of TRL's settings beside it."""
     free(target)  # what the shape before held
@@ -170,8 +172,8 @@ class Arena:
         return [found[best], *(contender for contender in varied if self.tried(contender))]
 
     def _fitting(self, padded: Callable[[int], int], make: Callable[[Trial], Contender]) -> dict[Trial, Contender]:
-        """Every micro-batch that fits; recomputing, which only costs time, where it does not fit without."""
-        found = {}
+        """Ever larger micro-batches until they get slower; recomputing, which only costs time, where one needs it."""
+        found: dict[Trial, Contender] = {}
         for size in self._sizes():
             for recompute in (False, True):
                 trial = Trial(size, padded(size), recompute)
@@ -179,6 +181,9 @@ class Arena:
                 if self.tried(contender):
                     found[trial] = contender
                     break
+            best = min((contender.seconds for contender in found.values()), default=0.0)
+            if found and contender.measured and contender.seconds > SLOWER * best:
+                break
         return found
 
     def tried(self, contender: Contender) -> bool:

@@ -23,6 +23,8 @@ from ullage.model.target import Target
 from ullage.run.levers import optimizer_levers, prepare_layers
 from ullage.workers.actor import Actor
 
+CURVE = (16_384, 32_768, 65_536, 98_304, 196_608)
+"""Tokens of one optimizer step, for which the cost of a slower optimizer is told."""
 PEAK_TFLOPS = 989.0
 """Dense bf16 of an H100 or H200, by its data sheet: what utilisation is measured against."""
 
@@ -182,7 +184,7 @@ ACTIVATIONS: dict[str, dict[str, Any]] = {
         f"{kind} {share:.0%}": _STATELESS
         | _NO_RECOMPUTE
         | {"memory.activation_offload": kind, "memory.activation_share": share}
-        for kind, share in (("async", 0.2), ("async", 0.4), ("async", 0.6), ("sync", 0.4))
+        for kind, share in (("async", 0.2), ("async", 0.36), ("async", 0.4), ("async", 0.6), ("sync", 0.4))
     },
     "recompute half": _STATELESS | {"memory.recompute": 0.5},
     "recompute": _STATELESS | {"memory.recompute": "full"},
@@ -209,9 +211,16 @@ def compared(found: dict[str, Any], first: dict[str, Any]) -> dict[str, Any]:
     if found["update_s"] is None or first["update_s"] is None:
         return found
     whole, before = (row["update_s"] + row["optimizer_s"] for row in (found, first))
+    longer = {
+        tokens: [row["update_s"] * tokens / row["tokens"] + row["optimizer_s"] for row in (found, first)]
+        for tokens in CURVE
+    }
     return found | {
         "saved_gib": round(
             max(first["peak_gib"], first["step_peak_gib"]) - max(found["peak_gib"], found["step_peak_gib"]), 2
         ),
         "time_lost_percent": round(100 * (whole / before - 1), 1),
+        "time_lost_percent_at": {
+            tokens: round(100 * (here / there - 1), 1) for tokens, (here, there) in longer.items()
+        },
     }

@@ -31,7 +31,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     update = _what(subjects, "update", "the training step, its memory levers and its head")
     update.add_argument("--only", nargs="+", choices=PARTS, default=list(PARTS), metavar="PART", help=", ".join(PARTS))
     update.add_argument("--shapes", nargs="+", metavar="SHAPE", help="models: 0.5B 1.5B 3B 7B 8B 14B 32B, or tiny")
-    update.add_argument("--cases", nargs="+", metavar="CASE", help="of fit: 3B 8B 14B 32B '7B QLoRA' '32B LoRA'")
+    update.add_argument(
+        "--cases", nargs="+", metavar="CASE", help="of fit: 3B 8B 14B 32B '7B QLoRA' '32B LoRA'; of levers: their names"
+    )
     rollout = _what(subjects, "rollout", "the rollout engine beside Hugging Face's generate and the roofline")
     rollout.add_argument(
         "--only", nargs="+", choices=ROLLOUT_PARTS, metavar="PART", help=f"{', '.join(ROLLOUT_PARTS)}; default: all"
@@ -198,5 +200,7 @@ def measured(part: str, target: Target, arguments: argparse.Namespace) -> Iterab
         tables = {"levers": update.LEVERS, "state": update.STATE, "activations": update.ACTIVATIONS}
         shape = "tiny" if small else "3B" if part == "levers" else "7B"
         workload = update.Workload(shape=shape, tokens=4096 if small else 16384, micro_batch=4096 if small else 8192)
-        return update.levers(workload, target, tables[part])
+        table, wanted = tables[part], arguments.cases or tables[part]
+        first = next(iter(table))  # what the others are compared with
+        return update.levers(workload, target, {n: s for n, s in table.items() if n == first or n in wanted})
     return (fit.fit(case, target) for case in arguments.cases or (["tiny"] if small else fit.CASES))
