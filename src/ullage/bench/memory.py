@@ -7,18 +7,21 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass, field, replace
+from functools import partial
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any, Protocol
 
+import psutil
 import torch
 from transformers import AutoConfig
 
-from ullage.base.errors import UsageError, WriteError
+from ullage.base.errors import UsageError
 from ullage.bench.clock import free, synchronize
 from ullage.bench.fit import capped
 from ullage.bench.memory_draws import MODELS, SMALL, Draw, capped_first, draws, seconds, step_host_bytes
 from ullage.bench.memory_records import CAP, DRAWN, MEASURED, PREDICTED, Records, provenance
+from ullage.bench.memory_workers import Job, Room, one_by_one, side_by_side
 from ullage.bench.report import GIB
 from ullage.bench.rivals import RIVALS
 from ullage.engine.measure import MemoryProbe
@@ -30,6 +33,8 @@ from ullage.run.traced_plan import stand_in_of
 
 FACTORS = (1.03, 0.97)
 """Of the predicted least capacity: a run must go through under the first and fail under the second."""
+CONTEXT = 2 * GIB
+"""What a process needs for itself, on the device and on the host."""
 OTHER_DEVICE = 0.01
 """Share by which the memory of two GPUs of one kind may differ."""
 Say = Callable[[str], None]
@@ -138,6 +143,8 @@ class Bench:
     origin: dict[str, Any] = field(default_factory=provenance)
     failures: list[str] = field(default_factory=list)
     """What could not be done, for want of an earlier part or because it failed by itself."""
+    workers: int = 1
+    """Configs that are measured at once, each in a process of its own: their memory is their own, their time is not."""
 
     def estimate(self, caps: int) -> float:
         """Seconds of measuring everything on an H200."""
@@ -151,32 +158,33 @@ class Bench:
                 continue
             if self.seconds_left() <= 0:
                 return False
-            with self._trying("predict", draw):
+            try:
                 row = predicted(draw, self.gpu, self.predictor)
-                self.records.append(PREDICTED, row | self.origin)
-                least, taken = row["least_bytes"] / GIB, row["seconds"]["trace"]
-                self.say(f"predicted {draw.number}: {draw.text}: least {least:.2f} GiB, {taken:.1f} s")
+            except Exception as error:  # noqa: BLE001 -- told when the others are done
+                self._failed("predict", draw, error)
+                continue
+            self.records.append(PREDICTED, row | self.origin)
+            least, taken = row["least_bytes"] / GIB, row["seconds"]["trace"]
+            self.say(f"predicted {draw.number}: {draw.text}: least {least:.2f} GiB, {taken:.1f} s")
         return True
 
     def measure(self, target: Target) -> bool:
         """One step of every config that has not been measured; one without a prediction is left out."""
         self._check(target)
+        jobs = []
         for draw in self.configs:
-            if self.records.find(PREDICTED, draw.key) is None:
+            promised = self.records.find(PREDICTED, draw.key)
+            if promised is None:
                 self.failures.append(f"measure {draw.number}: it has no prediction")
             elif not self.records.find(MEASURED, draw.key):
-                if self.seconds_left() < sum(seconds(draw).values()):
-                    return False
-                with self._trying("measure", draw):
-                    row = measured(draw, target, self.rehearse)
-                    self.records.append(MEASURED, row | self.origin)
-                    peak = f"{row['allocated_bytes'] / GIB:.2f} GiB in {row['seconds']:.1f} s"
-                    self.say(f"measured {draw.number}: {draw.text}: {row['why'] or peak}")
-        return True
+                # Without a cap the allocator takes more than it must.
+                jobs.append(_job(draw, promised, 1.15, partial(measured, draw, target, self.rehearse)))
+        return self._done(jobs, target)
 
     def caps(self, target: Target, count: int) -> bool:
         """Some of the configs that ran, each at both caps."""
         self._check(target)
+        jobs = []
         for draw in capped_first(self.configs, self.seed, count):
             promised, known = self.records.find(PREDICTED, draw.key), self.records.find(MEASURED, draw.key)
             if promised is None or known is None:
@@ -184,26 +192,38 @@ class Bench:
                 continue
             done = {row["factor"] for row in self.records.of(CAP) if row["key"] == draw.key}
             for factor in FACTORS if known["ran"] else ():
-                if factor in done:
-                    continue
-                if self.seconds_left() < sum(seconds(draw).values()):
-                    return False
-                with self._trying("cap", draw):
-                    row = under_cap(draw, target, int(factor * promised["least_bytes"]), self.rehearse)
-                    self.records.append(CAP, {"factor": factor, **row, **self.origin})
-                    self.say(f"cap {factor:g} x {promised['least_bytes'] / GIB:.2f} GiB: {row['why'] or 'ran'}")
-        return True
+                if factor not in done:
+                    cap = int(factor * promised["least_bytes"])
+                    work = partial(under_cap, draw, target, cap, self.rehearse)
+                    jobs.append(replace(_job(draw, promised, factor, work), factor=factor))
+        return self._done(jobs, target)
 
-    @contextmanager
-    def _trying(self, part: str, draw: Draw) -> Iterator[None]:
+    def _done(self, jobs: list[Job], target: Target) -> bool:
+        """Work them off, and write down what each found; False where time ran out before the last."""
+        if self.workers > 1:
+            room = Room(int(0.97 * target.memory_bytes), int(0.85 * psutil.virtual_memory().available))
+            outcomes = side_by_side(jobs, self.workers, room, self.seconds_left)
+        else:
+            outcomes = one_by_one(jobs, self.seconds_left)
+        done = 0
+        for job, row in outcomes:
+            done += 1
+            draw, part = self.configs[job.number], "measure" if job.factor is None else "cap"
+            if isinstance(row, Exception):
+                self._failed(part, draw, row)
+            elif job.factor is None:
+                self.records.append(MEASURED, row | self.origin | {"workers": self.workers})
+                peak = f"{row['allocated_bytes'] / GIB:.2f} GiB in {row['seconds']:.1f} s"
+                self.say(f"measured {draw.number}: {draw.text}: {row['why'] or peak}")
+            else:
+                self.records.append(CAP, {"factor": job.factor, **row, **self.origin})
+                self.say(f"cap {job.factor:g} x: {row['cap_bytes'] / GIB:.2f} GiB: {row['why'] or 'ran'}")
+        return done == len(jobs)
+
+    def _failed(self, part: str, draw: Draw, error: Exception) -> None:
         """A config that fails, but for lack of memory, leaves no record and does not keep the others waiting."""
-        try:
-            yield
-        except WriteError:
-            raise
-        except Exception as error:  # noqa: BLE001 -- whatever is wrong with it is told when the others are done
-            self.failures.append(f"{part} {draw.number}: {type(error).__name__}: {str(error).splitlines()[0]}")
-            self.say(f"{self.failures[-1]} ({draw.text})")
+        self.failures.append(f"{part} {draw.number}: {type(error).__name__}: {str(error).splitlines()[0]}")
+        self.say(f"{self.failures[-1]} ({draw.text})")
 
     def _check(self, target: Target) -> None:
         if target.kind == "cpu" and any(draw.model not in SMALL for draw in self.configs):
@@ -217,6 +237,11 @@ class Bench:
                 f"this GPU has {target.memory_bytes / GIB:.1f}",
                 "give another file with --out",
             )
+
+
+def _job(draw: Draw, promised: dict[str, Any], factor: float, work: Callable[[], dict[str, Any]]) -> Job:
+    needed = int(factor * promised["least_bytes"]) + CONTEXT
+    return Job(work, draw.number, sum(seconds(draw).values()), needed, promised["host_bytes"] + CONTEXT)
 
 
 def start(path: Path, target: Target, *, count: int | None, seed: int | None, gpu: str | None) -> Bench:

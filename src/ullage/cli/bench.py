@@ -49,6 +49,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     memory.add_argument("--seed", type=int, help="of the draw; default: 1")
     memory.add_argument("--gpu", metavar="GPU", help="predict for this GPU where there is none, such as h200")
     memory.add_argument("--only", choices=MEMORY_PARTS, metavar="PART", help=", ".join(MEMORY_PARTS))
+    memory.add_argument("--workers", type=_count, default=1, metavar="N", help="measure so many at once; default: 1")
     memory.add_argument("--limit-seconds", type=float, metavar="S", help="stop by then; the same command goes on")
 
 
@@ -147,7 +148,7 @@ def _memory(arguments: argparse.Namespace) -> int:
     out = arguments.out or RESULTS / f"memory_{memory.short_name(target, arguments.gpu)}.json"
     lines = out.with_suffix(".jsonl")
     bench = memory.start(lines, target, count=arguments.configs, seed=arguments.seed, gpu=arguments.gpu)
-    bench.say = say
+    bench.say, bench.workers = say, arguments.workers
     if limit is not None:
         bench.seconds_left = lambda: limit - (time.monotonic() - began)
     caps = arguments.caps or (1 if memory.is_small(target, arguments.gpu) else 20)

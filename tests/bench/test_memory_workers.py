@@ -1,0 +1,34 @@
+"""Work in several processes: as much at once as memory allows, all of it done, failures told."""
+
+from functools import partial
+
+from ullage.bench.memory_workers import Job, Room, one_by_one, side_by_side
+
+ROOM = Room(device_bytes=10, host_bytes=100)
+
+
+def job(number, *, device=1, host=1, seconds=1.0, work=None):
+    return Job(work or partial(dict, number=number), number, seconds, device, host)
+
+
+def test_a_job_starts_where_both_memories_have_room_for_it():
+    running = [job(0, device=6, host=50)]
+    assert ROOM.has(job(1, device=4, host=50), running)
+    assert not ROOM.has(job(1, device=5, host=1), running)
+    assert not ROOM.has(job(1, device=1, host=51), running)
+    assert ROOM.has(job(1, device=11, host=500), [])  # alone, where it may fail by itself
+
+
+def test_all_jobs_are_done_and_failures_are_outcomes():
+    jobs = [job(0), job(1, work=partial(int, "no number")), job(2, device=20)]
+    found = {done.number: outcome for done, outcome in side_by_side(jobs, 2, ROOM, lambda: 10.0)}
+    assert found[0] == {"number": 0}
+    assert found[2] == {"number": 2}
+    assert isinstance(found[1], ValueError)
+    assert [done.number for done, _ in one_by_one(jobs, lambda: 10.0)] == [0, 1, 2]
+
+
+def test_what_there_is_no_time_for_is_left_out():
+    jobs = [job(0, seconds=5.0), job(1, seconds=20.0), job(2)]
+    assert {done.number for done, _ in side_by_side(jobs, 2, ROOM, lambda: 10.0)} == {0, 2}
+    assert [done.number for done, _ in one_by_one(jobs, lambda: 10.0)] == [0]
