@@ -23,7 +23,7 @@ from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from ullage.planner.allocator import extrapolate, least_capacity, replay
+from ullage.planner.replay import extrapolate, least_capacity, replay
 from ullage.run.trace import record
 
 MEAN_LIMIT = 0.001

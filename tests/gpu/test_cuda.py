@@ -68,7 +68,7 @@ def test_float32_agrees_with_the_cpu(tiny_architecture, architecture):
     assert (shared - torch.tensor([s.logprobs for s in samples])).abs().max() < 2e-5
 
 
-def test_training_runs_and_resumes_in_bfloat16(tiny_model, tmp_path: Path):
+def test_training_runs_and_resumes_in_bfloat16(tiny_model, tmp_path: Path, capfd):
     data = tmp_path / "rows.jsonl"
     data.write_text("".join(json.dumps({"prompt": f"{i}=", "answer": str(i)}) + "\n" for i in range(40)))
     reward = tmp_path / "reward.py"
@@ -90,6 +90,7 @@ def test_training_runs_and_resumes_in_bfloat16(tiny_model, tmp_path: Path):
         "trainer.device=cuda",
     ]
     assert main(words) == 0
+    assert "not traced" not in capfd.readouterr().err
     lines = [json.loads(line) for line in (tmp_path / "cuda" / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines] == [1, 2, 3, 4, 5, 6]
     assert lines[-1]["reward/mean"] > lines[0]["reward/mean"]
@@ -99,4 +100,4 @@ def test_training_runs_and_resumes_in_bfloat16(tiny_model, tmp_path: Path):
     weights = update["components"]["weights"]
     assert update["components"]["master"] == weights  # four bytes against two, of the actor and of the reference
     assert update["components"]["optimizer"] == 2 * weights
-    assert update["allocated_peak_bytes"] > sum(update["components"].values())
+    assert update["allocated_peak_bytes"] == sum(update["components"].values())

@@ -73,6 +73,31 @@ def test_the_deterministic_mode_is_exact_in_bfloat16(tiny_model, slots):
         assert [dataclasses.replace(sample, group=number) for sample in alone] == together[6 * number : 6 * number + 6]
 
 
+@pytest.mark.parametrize("architecture", ["llama", "qwen3", "gemma2"])
+def test_beginnings_that_samples_share_are_read_once(tiny_architecture, architecture):
+    """With graphs as without, all rows in every step; beside samples that read for themselves and round differently."""
+    lines, model = [], make_model(tiny_architecture(architecture))
+    requests = [
+        GroupRequest(prompt=tuple(5 + (7 * i) % 23 for i in range(n)), seeds=tuple(range(n, n + 6)))
+        for n in (128, 130, 144, 161, 190)
+    ]
+    given = {"max_length": 270, "lines": lines}
+    engine = make_engine(model, **given)
+    got = engine.generate(requests, SAMPLING)
+    assert lines == []
+    assert list(engine.graphs._replays) == [(30, False, True)]
+    assert got == eager(model, **given).generate(requests, SAMPLING)
+    apart = make_engine(model, **given, share_prefix=False)
+    want = apart.generate(requests, SAMPLING)
+    assert list(apart.graphs._replays) == [(30, False, False)]
+    gaps = []
+    for one, other in zip(got, want, strict=True):
+        alike = next((i for i in range(70) if one.token_ids[i] != other.token_ids[i]), 70)
+        gaps += [abs(a - b) for a, b in zip(one.logprobs[:alike], other.logprobs[:alike], strict=True)]
+    assert len(gaps) > 30 * 70 // 2, "most tokens are the same"
+    assert sum(gaps) / len(gaps) < 0.02, "bfloat16 has 8 bits"
+
+
 def test_updates_in_place_are_seen_and_moved_weights_captured_again(tiny_model):
     lines = []
     model = make_model(tiny_model)

@@ -2,14 +2,16 @@
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
 from ullage.model.attention import Extras, Span
-from ullage.model.fast_decoder import FastDecoder, supports
+from ullage.model.fast_decoder import FastDecoder, siblings, supports
 from ullage.model.kernels import fused
 from ullage.model.kernels.paged import paged_attention
 from ullage.model.lora import Settings, new_adapter
 from ullage.model.random_weights import random_model
+from ullage.model.side_by_side import lay_side_by_side
 from ullage.model.target import Target
 from ullage.rollout.embedded.layouts import DecodeLayout, PrefillLayout
 
@@ -37,8 +39,8 @@ def make(kind, **options):
     return model
 
 
-def prefilled(model, lengths):
-    """An arena with the keys and values of random prompts, the table of their pages, and their next tokens."""
+def prompts(model, lengths):
+    """An arena where nothing is, the table of pages, and random prompts: ids, positions, spans, places, next tokens."""
     layers, heads, size = model.cache_shape
     pages = max(lengths) // PAGE + 1
     arena = torch.full((layers, 2, pages * len(lengths), PAGE, heads, size), float("nan"))
@@ -50,9 +52,14 @@ def prefilled(model, lengths):
         places += [int(table[row, i // PAGE]) * PAGE + i % PAGE for i in range(length)]
         positions += range(length)
         start += length
-    layout = PrefillLayout(spans, arena, torch.tensor(places), CPU)
-    model.hidden(ids[None, :start], torch.tensor(positions)[None], layout)
-    return arena, table, ids[start:]
+    return arena, table, ids[:start], torch.tensor(positions), spans, torch.tensor(places), ids[start:]
+
+
+def prefilled(model, lengths):
+    """An arena with the keys and values of random prompts, the table of their pages, and their next tokens."""
+    arena, table, ids, positions, spans, places, following = prompts(model, lengths)
+    model.hidden(ids[None], positions[None], PrefillLayout(spans, arena, places, CPU))
+    return arena, table, following
 
 
 CASES = {
@@ -63,12 +70,15 @@ CASES = {
 }
 
 
+@pytest.mark.parametrize("together", [False, True])
 @pytest.mark.parametrize("name", CASES)
 @torch.no_grad()
-def test_hidden_states_are_those_of_transformers(name):
+def test_hidden_states_are_those_of_transformers(name, together):
     kind, options = CASES[name]
     model, lengths = make(kind, **options), (1, 15, 16, 33)
     assert supports(model)
+    if together:
+        lay_side_by_side(siblings(model.module), CPU.device, torch.float32)
     arena, table, ids = prefilled(model, lengths)
     cached = torch.tensor(lengths)
     places = table.gather(1, (cached // PAGE)[:, None])[:, 0] * PAGE + cached % PAGE
@@ -83,6 +93,61 @@ def test_hidden_states_are_those_of_transformers(name):
     torch.testing.assert_close(got, want, rtol=0, atol=5e-6)
     torch.testing.assert_close(arena, other, rtol=0, atol=5e-6, equal_nan=True)
     assert not torch.equal(got[0], got[1])
+
+
+@pytest.mark.parametrize("together", [False, True])
+@pytest.mark.parametrize("name", CASES)
+@torch.no_grad()
+def test_prompts_are_prefilled_as_by_transformers(name, together):
+    kind, options = CASES[name]
+    model, lengths = make(kind, **options), (1, 15, 16, 33)
+    if together:
+        lay_side_by_side(siblings(model.module), CPU.device, torch.float32)
+    arena, _, ids, positions, spans, places, _ = prompts(model, lengths)
+    other, last = arena.clone(), torch.tensor(lengths).cumsum(0) - 1
+    want = model.hidden(ids[None], positions[None], PrefillLayout(spans, other, places, CPU))[last]
+    layout = PrefillLayout(spans, arena, places, CPU)
+    got = FastDecoder(model).hidden(ids, positions, arena, places, layout.read, last)
+    torch.testing.assert_close(got, want, rtol=0, atol=5e-6)
+    torch.testing.assert_close(arena, other, rtol=0, atol=5e-6, equal_nan=True)
+    assert not torch.equal(got[0], got[1])
+
+
+@torch.no_grad()
+def test_what_reads_one_input_is_one_product_where_its_weights_lie_side_by_side():
+    model = make("qwen2")
+    arena, table, ids = prefilled(model, (5, 9))
+    cached = torch.tensor((5, 9))
+
+    def products():
+        with Products() as seen:
+            FastDecoder(model).hidden(
+                ids, cached, arena, table[:, 0] * PAGE + cached, lambda layer, query, extras: torch.zeros_like(query)
+            )
+        return seen.widths
+
+    layer = [96, 32, 32, 48, 80, 80, 48]
+    assert products() == layer * 3
+    lay_side_by_side(siblings(model.module), CPU.device, torch.float32)
+    joint = [160, 48, 160, 48]
+    assert products() == joint * 3
+    moved = model.module.model.layers[1].mlp.up_proj.weight
+    moved.data = moved.data.clone()
+    assert products() == [*joint, 160, 48, 80, 80, 48, *joint]
+
+
+class Products(TorchDispatchMode):
+    """Columns of all matrix products."""
+
+    def __init__(self):
+        super().__init__()
+        self.widths = []
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+            self.widths.append(out.shape[1])
+        return out
 
 
 @torch.no_grad()
@@ -139,6 +204,10 @@ def test_shapes_without_bytes():
     cos = torch.empty(5, 16, device="meta", dtype=torch.bfloat16)
     arena = torch.empty(1, 2, 4, PAGE, 2, 16, device="meta", dtype=torch.bfloat16)
     places = torch.empty(5, device="meta", dtype=torch.long)
-    out = fused.rotate_and_store(x, x[:, :32], x[:, :32], cos, cos, arena, 0, places, None, None, 0.0)
-    assert (out.shape, out.device.type) == ((5, 3, 16), "meta")
+    rest = (cos, cos, arena, 0, places, None, None, 0.0)
+    for keeps_keys, tokens in ((False, 0), (True, 5)):
+        out, keys = fused.rotate_and_store(x, x[:, :32], x[:, :32], *rest, keeps_keys)
+        assert (out.shape, out.device.type) == ((5, 3, 16), "meta")
+        assert (keys.shape, keys.device.type) == ((tokens, 2, 16), "meta")
     assert fused.gate(x, x).shape == x.shape
+    assert fused.gate(x[:, :24], x[:, 24:]).is_contiguous()

@@ -42,14 +42,30 @@ def test_the_gate():
     torch.testing.assert_close(out, fused.gate(gated, up), rtol=1e-3, atol=1e-3)
 
 
+def test_the_gate_of_columns_of_one_product(monkeypatch):
+    """Rows of several programs, that lie apart."""
+    monkeypatch.setattr("ullage.model.kernels.fused_triton.GATE_BLOCK", 128)
+    from ullage.model.kernels.fused_triton import gate_into
+
+    gated, up = random(7, 2 * 301).split(301, dim=1)
+    memory = torch.full((9, 301), CANARY, dtype=torch.half)
+    gate_into(memory[1:-1], gated, up)
+    torch.testing.assert_close(memory[1:-1], fused.gate(gated, up), rtol=1e-3, atol=1e-3)
+    assert bool((memory[[0, -1]] == CANARY).all())
+
+
+@pytest.mark.parametrize("joint", [False, True])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "norms"), [(4, 2, 32, False), (6, 2, 64, True), (3, 3, 80, True), (7, 1, 16, False)]
 )
-def test_keys_and_values_go_to_their_places_and_nobodys_go_nowhere(heads, kv_heads, size, norms):
+def test_keys_and_values_go_to_their_places_and_nobodys_go_nowhere(heads, kv_heads, size, norms, joint):
     from ullage.model.kernels.fused_triton import rotate_and_store_into
 
     tokens, layers, pages, page = 6, 3, 4, 16
-    query, key, value = (random(tokens, count * size) for count in (heads, kv_heads, kv_heads))
+    widths = [count * size for count in (heads, kv_heads, kv_heads)]
+    query, key, value = random(tokens, sum(widths)).split(widths, dim=1)  # columns of one product
+    if not joint:
+        query, key, value = query.contiguous(), key.contiguous(), value.contiguous()
     cos, sin = random(tokens, size), random(tokens, size) + 1
     places = torch.tensor([3, -1, 17, 40, -1, 63], dtype=torch.int32)
     query_norm, key_norm = (random(size), random(size) + 2) if norms else (None, None)
@@ -59,12 +75,12 @@ def test_keys_and_values_go_to_their_places_and_nobodys_go_nowhere(heads, kv_hea
     arena = memory[1000:-1000].view(layers, 2, pages, page, kv_heads, size)
     other = arena.clone()
     for layer in range(layers):
-        out = query.new_empty(tokens, heads, size)
-        rotate_and_store_into(out, query, key, value, cos, sin, arena, layer, places, query_norm, key_norm, 1e-6)
-        want = fused.rotate_and_store(
-            query, key, value, cos, sin, other, layer, places.long(), query_norm, key_norm, 1e-6
-        )
+        out, keys = query.new_empty(tokens, heads, size), key.new_empty(tokens if joint else 0, kv_heads, size)
+        rest = (query_norm, key_norm, 1e-6)
+        rotate_and_store_into(out, keys, query, key, value, cos, sin, arena, layer, places, *rest)
+        want, want_keys = fused.rotate_and_store(query, key, value, cos, sin, other, layer, places.long(), *rest, joint)
         torch.testing.assert_close(out, want, rtol=2e-3, atol=2e-3)
+        torch.testing.assert_close(keys, want_keys, rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(arena, other, rtol=2e-3, atol=2e-3)
     assert bool((memory[:1000] == CANARY).all() & (memory[-1000:] == CANARY).all())
     flat = arena.flatten(2, 3)

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from ullage.model.kernels.paged import (
+    LEAST_SEGMENT,
     PREFIX_SEGMENTS,
     SEGMENTS,
     fused_paged_attention,
@@ -100,18 +101,28 @@ def test_a_wider_table_and_other_rows_change_no_bit():
         assert torch.equal(alone, together[one])
 
 
-@pytest.mark.parametrize("grouped", [False, True])
-def test_a_trace_sees_what_fused_attention_holds(grouped):
+@pytest.mark.parametrize(
+    ("grouped", "tokens", "segments"),
+    [
+        (False, 3 * LEAST_SEGMENT, 3),
+        (False, 3 * LEAST_SEGMENT + 1, 4),
+        (False, 99 * LEAST_SEGMENT, SEGMENTS),
+        (True, 3, 2),
+        (True, 10 * LEAST_SEGMENT, PREFIX_SEGMENTS + 10),
+        (True, 99 * LEAST_SEGMENT, PREFIX_SEGMENTS + SEGMENTS),
+    ],
+)
+def test_a_trace_sees_what_fused_attention_holds(grouped, tokens, segments):
     """On a machine without the kernels: shapes, types and every temporary."""
     sequences, heads, size = 7, 12, 80
-    segments = SEGMENTS + (PREFIX_SEGMENTS if grouped else 0)
+    pages = -(-tokens // PAGE_SIZE)
 
     def step(mark):
         mark("decode")
         arena = torch.empty(LAYERS, 2, PAGES, PAGE_SIZE, 4, size, dtype=torch.bfloat16)
         query = torch.empty(heads, sequences, size, dtype=torch.bfloat16).transpose(0, 1)
         key = torch.empty(sequences, 4, size, dtype=torch.bfloat16)
-        table, lengths = torch.zeros(sequences, 2, dtype=torch.long), torch.ones(sequences, dtype=torch.long)
+        table, lengths = torch.zeros(sequences, pages, dtype=torch.int32), torch.ones(sequences, dtype=torch.long)
         fused_store_kv(arena, 1, key, key, lengths)
         if grouped:
             out = grouped_paged_attention(query, arena, 1, table, lengths, lengths, lengths[None], 0.3, 0)
@@ -119,6 +130,23 @@ def test_a_trace_sees_what_fused_attention_holds(grouped):
             out = fused_paged_attention(query, arena, 1, table, lengths, 0.3, 0)
         assert (out.shape, out.dtype, out.is_contiguous()) == ((sequences, heads, size), torch.bfloat16, True)
 
-    sizes = [event.size for event in record(step).events if getattr(event, "key", -1) >= 0 and hasattr(event, "size")]
     rows = sequences * heads
-    assert sizes[-3:] == [rows * segments * size * 4, 2 * rows * segments * 4, rows * size * 2]
+    assert allocated(step)[-3:] == [rows * segments * size * 4, 2 * rows * segments * 4, rows * size * 2]
+
+
+@pytest.mark.parametrize(("tokens", "window"), [(LEAST_SEGMENT, 0), (99 * LEAST_SEGMENT, LEAST_SEGMENT)])
+def test_one_segment_leaves_nothing_to_merge(tokens, window):
+    def step(mark):
+        mark("decode")
+        arena = torch.empty(LAYERS, 2, PAGES, PAGE_SIZE, 4, 80, dtype=torch.bfloat16)
+        table = torch.zeros(7, tokens // PAGE_SIZE, dtype=torch.int32)
+        lengths = torch.ones(7, dtype=torch.int32)
+        query = torch.empty(12, 7, 80, dtype=torch.bfloat16).transpose(0, 1)
+        assert fused_paged_attention(query, arena, 1, table, lengths, 0.3, window).is_contiguous()
+
+    query = 7 * 12 * 80 * 2
+    assert allocated(step)[-2:] == [query, query]
+
+
+def allocated(step):
+    return [event.size for event in record(step).events if getattr(event, "key", -1) >= 0 and hasattr(event, "size")]

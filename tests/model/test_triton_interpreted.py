@@ -30,8 +30,8 @@ WILD = 10**6
 def _small(monkeypatch):
     """Many tiles and segments in a short context."""
     monkeypatch.setattr(paged_triton, "TILE_ELEMENTS", 2048)
-    monkeypatch.setattr(paged_triton, "LEAST_SEGMENT", 32)
     for module in (paged, paged_triton):
+        monkeypatch.setattr(module, "LEAST_SEGMENT", 32)
         monkeypatch.setattr(module, "SEGMENTS", 3)
         monkeypatch.setattr(module, "PREFIX_SEGMENTS", 2)
 
@@ -117,6 +117,24 @@ def test_a_sequence_gets_the_same_bits_in_any_company():
         assert torch.equal(alone, together[one])
 
 
+@pytest.mark.parametrize("with_sinks", [False, True])
+@pytest.mark.parametrize("window", [0, 20, 40])
+def test_one_segment_needs_no_merge_and_gets_the_same_bits(monkeypatch, window, with_sinks):
+    """A table of 32 tokens, the least that are worth a segment; a window that needs one segment, or two."""
+    lengths = [1, 0, 17, 31, 32]
+    cache = Cache(lengths, 2, 64)
+    query, sinks = cache.query(4), random(4, seed=3) * 3 if with_sinks else None
+    want = cache.want(query, window, sinks=sinks).nan_to_num()  # of nothing but sinks: none of it
+    rest = (cache.lengths, 0.3, window, 0.0, sinks)
+    several = paged.fused_paged_attention(query, cache.arena, 1, cache.table, *rest)
+    monkeypatch.setattr(paged, "merge_partials", None)
+    narrow = paged.fused_paged_attention(query, cache.arena, 1, cache.table[:, :2], *rest)
+    assert torch.equal(narrow, several)
+    assert_close(narrow, want)
+    if window == 20:  # nobody sees more, however wide the table is
+        assert torch.equal(paged.fused_paged_attention(query, cache.arena, 1, cache.table, *rest), several)
+
+
 @pytest.mark.parametrize(("softcap", "with_sinks"), [(1.5, False), (None, True), (1.5, True)])
 @pytest.mark.parametrize("window", [0, 20])
 def test_soft_caps_and_sinks(softcap, with_sinks, window):
@@ -165,6 +183,10 @@ def test_a_member_gets_the_same_bits_whoever_its_siblings_are():
     assert torch.equal(alone[3], everyone[3])
     ungrouped = paged.fused_paged_attention(query, cache.arena, 1, cache.table, cache.lengths, 0.3, 0)
     assert torch.equal(alone[[0, 4, 6]], ungrouped[[0, 4, 6]])
+    # A table for 64 tokens is divided less than one for 192.
+    short = [2, 7]
+    shared = (cache.table[short, :4], cache.lengths[short], cache.starts[short], torch.tensor([[0, 1]]))
+    assert torch.equal(paged.grouped_paged_attention(query[short], cache.arena, 1, *shared, 0.3, 0), everyone[short])
 
 
 def test_what_is_shared_is_read_from_the_first_members_pages():
@@ -197,9 +219,10 @@ def test_operators_pass_torchs_own_checks():
     kinds = (0.3, 0, 0.0)
     members = torch.tensor([[1, 3, 5], [2, 7, -1]])
     layer = (query, cache.arena.nan_to_num(), 1)
-    torch.library.opcheck(paged.attend_shared, (*layer, *tables, members, partial, sums, *kinds), test_utils=tests)
-    torch.library.opcheck(paged.attend_own, (*layer, *tables, partial, sums, *kinds), test_utils=tests)
-    rest = (cache.lengths, cache.starts, None, 0, torch.float16)
+    torch.library.opcheck(paged.attend_shared, (*layer, *tables, members, partial, sums, 2, *kinds), test_utils=tests)
+    torch.library.opcheck(paged.attend_own, (*layer, *tables, partial, sums, 3, *kinds), test_utils=tests)
+    torch.library.opcheck(paged.attend_at_once, (*layer, *tables[:2], None, *kinds), test_utils=tests)
+    rest = (cache.lengths, cache.starts, None, 3, 0, torch.float16)
     torch.library.opcheck(paged.merge_partials, (partial, sums, *rest), test_utils=tests)
     key = random(8, 1, 16)
     torch.library.opcheck(

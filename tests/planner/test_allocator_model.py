@@ -4,15 +4,15 @@ import random
 
 import pytest
 
-from ullage.planner.allocator import (
-    MIB,
+from ullage.planner.allocator import MIB, CachingAllocator, DoesNotFitError
+from ullage.planner.replay import (
     Allocate,
-    CachingAllocator,
-    DoesNotFitError,
+    Empty,
     Enter,
     Peak,
     Release,
     extrapolate,
+    graphs_bytes,
     least_capacity,
     replay,
 )
@@ -155,6 +155,51 @@ def test_random_programs_leave_nothing_behind(mode):
         allocator.release(key)
     allocator.empty_cache()
     assert (allocator.allocated, allocator.reserved) == (0, 0)
+
+
+@pytest.mark.parametrize("mode", ["native", "expandable"])
+def test_a_queue_does_not_use_what_another_one_has_cached(mode):
+    allocator = CachingAllocator(mode)
+    allocator.allocate(1, 40 * MIB, "side")
+    allocator.release(1)
+    allocator.allocate(2, 40 * MIB)
+    assert (allocator.allocated, allocator.reserved) == (40 * MIB, 80 * MIB)
+    allocator.empty_cache()
+    assert (allocator.allocated, allocator.reserved) == (40 * MIB, 40 * MIB)
+
+
+@pytest.mark.parametrize("mode", ["native", "expandable"])
+def test_what_graphs_have_used_is_theirs_for_good(mode):
+    allocator = CachingAllocator(mode, 62 * MIB)
+    for key, size in ((1, 40 * MIB), (2, MIB)):
+        allocator.allocate(key, size, "graphs")
+    for key in (1, 2):
+        allocator.release(key)
+    allocator.empty_cache()
+    assert (allocator.allocated, allocator.reserved) == (0, 42 * MIB)
+    allocator.allocate(3, 30 * MIB, "graphs")
+    assert allocator.reserved == 42 * MIB, "the next graph lies in the same pool"
+    allocator.allocate(4, 20 * MIB)
+    with pytest.raises(DoesNotFitError, match="65011712 of 65011712 reserved"):
+        allocator.allocate(5, 20 * MIB)
+
+
+def test_least_capacity_counts_what_graphs_keep_in_every_later_phase():
+    captured = [
+        Allocate(1, 30 * MIB, "side"),
+        Release(1),
+        Empty(),
+        Allocate(2, 30 * MIB, "graphs"),
+        Release(2),
+    ]
+    events = [Enter("rollout"), *captured, Enter("update"), Allocate(3, 60 * MIB), Release(3)]
+    assert graphs_bytes(events) == 40 * MIB
+    assert graphs_bytes(events, "native") == 30 * MIB
+    assert replay(events) == {"rollout": Peak(30 * MIB, 40 * MIB), "update": Peak(60 * MIB, 100 * MIB)}
+    assert least_capacity(events, "expandable", 1) == 100 * MIB
+    assert least_capacity(events, "native", 1) == 90 * MIB
+    eager = [event for event in events if event not in captured[2:]]
+    assert least_capacity(eager, "expandable", 1) == 60 * MIB, "cached by a queue, it comes back when it is needed"
 
 
 def passes(layers):

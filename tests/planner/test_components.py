@@ -146,11 +146,6 @@ def test_layers_with_latent_attention():
     assert c.saved_by_layer(shape, token) == 16 * 7168 + attention + latent + 8 * 18432 + 8 + experts
 
 
-def test_greedy_sampling_draws_from_nothing():
-    assert c.sampling(SEVEN, slots=64).bytes == 4 * 64 * 152064
-    assert c.sampling(SEVEN, slots=64, truncated=True).bytes == 10 * 64 * 152064
-
-
 @pytest.mark.parametrize(
     ("kind", "rounded", "mib"), [("adamw", False, 16), ("sgd", True, 64), ("adamw_8bit", True, 160)]
 )

@@ -9,6 +9,7 @@ import json
 import pytest
 
 from ullage.config.load import load_mapping
+from ullage.planner.allocator import LARGE_SEGMENT
 from ullage.planner.components import MIB, SLAB
 from ullage.planner.model_shape import Shape
 from ullage.planner.phases import Layout
@@ -94,6 +95,8 @@ def test_every_phase_needs_what_a_trace_says(tmp_path, fields, levers):
         assert forms[name] == pytest.approx(expected, rel=0.005, abs=38 * MIB), name
     peak = max(passing.values())
     assert max(forms[name] for name in passing) == pytest.approx(peak, rel=0.005)
+    (pool,) = made.graphs()
+    assert traced.graphs_bytes <= pool.bytes <= traced.graphs_bytes + LARGE_SEGMENT + 2 * MIB
     held = made.host()
     roles = len(made.roles.trained) if made.leaving else 0
     kept = sum(held[name] for name in ("optimizer", "gradients", "activations", "roles"))

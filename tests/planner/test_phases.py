@@ -34,6 +34,8 @@ LORA = FIT | {
     "memory.recompute": "full",
     "actor_rollout_ref.rollout.max_num_seqs": 32,
 }
+BEFORE_GRAPHS = c.WORKSPACE
+"""Whole steps were measured before the engine captured its steps on a queue of their own."""
 FULLEST = 8177
 """Tokens of the larger of two micro-batches of 15,396, as the rows of kept activations show."""
 
@@ -64,7 +66,8 @@ def test_whole_steps_are_predicted_phase_by_phase(row):
     made = fitted(row)
     found = {phase.name: phase for phase in made.phases()}
     for name in ("rollout", "logprob"):
-        assert found[name].allocated_bytes / GIB == pytest.approx(row["peak_gib"][name], rel=0.003), name
+        allocated = found[name].allocated_bytes - BEFORE_GRAPHS
+        assert allocated / GIB == pytest.approx(row["peak_gib"][name], rel=0.003), name
     for name, measured in row["components_gib"].items():
         assert found["update"].components.get(name, 0) / GIB == pytest.approx(measured, abs=0.006), name
     held = made.host()
@@ -81,6 +84,7 @@ def logits_that_stayed(shape, positions):
 def test_the_update_of_whole_steps_is_predicted(row):
     made = fitted(row)
     update = next(phase for phase in made.phases() if phase.name == "update").allocated_bytes
+    update -= BEFORE_GRAPHS
     if row["case"] in ("3B", "8B"):
         update += logits_that_stayed(made.shape, made.update_pass.positions)
     assert update / GIB == pytest.approx(row["peak_gib"]["update"], rel=0.002)
@@ -161,7 +165,7 @@ def test_every_phase_has_its_place_and_evaluation_its_own_settings():
     ]  # fmt: skip
     assert found["rollout"].components["head"] == 4 * 64 * 151936
     assert found["eval"].components["head"] == 4 * 64 * 151936  # greedy: nothing is drawn
-    assert found["sync"].allocated_bytes == sum(term.bytes for term in made.resident()) + c.WORKSPACE
+    assert found["sync"].allocated_bytes == sum(term.bytes for term in made.resident()) + 2 * c.WORKSPACE
     few = settings | {"data.val_max_samples": 5, "actor_rollout_ref.rollout.val_kwargs.n": 2}
     assert layout(SHAPES["1.5B"], few).eval_slots == 10
 

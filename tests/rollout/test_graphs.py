@@ -82,7 +82,7 @@ def test_the_last_rung_is_all_slots():
 def test_replays_give_what_steps_give_and_each_size_is_captured_once(model, requests):
     engine, captures = graphed(model)
     assert_same(engine.generate(requests, SAMPLING), plain(model, requests))
-    rungs = sorted(rows for rows, _ in engine.graphs._replays)
+    rungs = sorted(kind.rows for kind in engine.graphs._replays)
     assert rungs[-1] == 40
     assert len(rungs) > 1
     assert set(rungs) <= {1, 2, 4, 8, 16, 32, 40}
@@ -144,4 +144,5 @@ def test_truncating_steps_are_captured_apart(model, requests):
     engine, _ = graphed(model)
     for sampling in (SAMPLING, Sampling(max_tokens=24, temperature=0.0), Sampling(max_tokens=24, top_k=4)):
         assert_same(engine.generate(requests, sampling), plain(model, requests, sampling))
-    assert {truncates for _, truncates in engine.graphs._replays} == {False, True}
+    assert {kind.truncates for kind in engine.graphs._replays} == {False, True}
+    assert not any(kind.shares for kind in engine.graphs._replays)

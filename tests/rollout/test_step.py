@@ -64,9 +64,21 @@ def test_nothing_in_a_step_touches_the_host(tiny_architecture, architecture, par
     assert watch.on_host == []
     assert watch.names.isdisjoint({"aten::_local_scalar_dense", "aten::nonzero", "aten::item"})
     store = "rotate_and_store" if architecture in FAMILY else "fused_store_kv"
-    assert {"ullage::attend_own", f"ullage::{store}", "ullage::sample"} <= watch.names
+    assert {"ullage::attend_at_once", f"ullage::{store}", "ullage::sample"} <= watch.names
+    assert "ullage::attend_shared" not in watch.names
     assert ("ullage::least_kept" in watch.names) == truncates
     assert ("ullage::nf4_dequantise" in watch.names) == (parts.get("quantization") == "nf4")
+
+
+@pytest.mark.parametrize("architecture", ["llama", "gemma2"])
+def test_shared_beginnings_are_read_apart_without_the_host(tiny_architecture, architecture):
+    engine = traced_engine(tiny_architecture(architecture))
+    engine.decoder.state.share([16] * 8, [list(range(8))])
+    with torch.no_grad(), Watch() as watch:
+        engine.decoder.run(8, 1, engine.decoder.state.pages, truncates=False)
+    assert watch.on_host == []
+    assert {"ullage::attend_shared", "ullage::attend_own", "ullage::merge_partials"} <= watch.names
+    assert "ullage::attend_at_once" not in watch.names
 
 
 def make_state(rows=4, window=3):
@@ -96,6 +108,21 @@ def test_rows_are_placed_moved_and_given_up():
     assert rows.seed[:2].tolist() == [7, 1]
     assert rows.page_table[:2].tolist() == [[9, 31, 0, 0], [1, 2, 0, 0]]
     assert rows.temperature[:2].tolist() == [1, 0.5]
+
+
+def test_shared_beginnings_are_noted_for_all_rows():
+    state = make_state(rows=9)
+    assert not state.shares
+    state.share([16, 0, 16, 16, 16, 32, 32], [[0, 2, 3, 4], [5, 6]])
+    state.share([0, 16, 16, 16, 16], [[4, 1, 2, 3]])
+    assert state.shares
+    rows = state.rows(0, 9)
+    assert rows.starts.tolist() == [0, 16, 16, 16, 16, 0, 0, 0, 0], "nobody's rows share nothing"
+    assert rows.members.tolist() == [[4, 1, 2, 3] + [NOTHING] * 12, [NOTHING] * 16]
+    assert state.rows(0, 7).members.tolist() == [[4, 1, 2, 3] + [NOTHING] * 12], "a group for every four rows"
+    assert state.rows(0, 3).members.shape == (1, 16)
+    state.share([0] * 5, [])
+    assert not state.shares
 
 
 def test_what_was_saved_is_restored():

@@ -99,7 +99,7 @@ def test_a_plan_for_a_gpu(tmp_path, model):
     phases = {phase["name"]: phase["components"] for phase in found["phases"]}
     assert planned.components == phases
     allocated = {
-        name: sum(count for part, count in components.items() if part not in ("context", "slack"))
+        name: sum(count for part, count in components.items() if part not in ("context", "slack", "graphs"))
         for name, components in phases.items()
     }
     assert planned.bytes["rollout"] == allocated["rollout"]
@@ -123,7 +123,10 @@ def test_the_trace_of_what_was_chosen_is_what_is_planned(tmp_path, model, monkey
         name: size for name, size in traced.phases.items() if name != "load"
     }
     update = next(phase for phase in found["phases"] if phase["name"] == "update")
-    assert update["total_bytes"] == pytest.approx(1.03 * traced.phases["update"] + CONTEXT, abs=4)
+    assert update["total_bytes"] == pytest.approx(1.03 * traced.phases["update"] + CONTEXT + 24 * 2**20, abs=4), (
+        "with graphs"
+    )
+    assert found["traced"]["graphs_bytes"] == traced.graphs_bytes == 22 * 2**20
 
 
 def test_a_trace_that_needs_more_than_the_forms_say_decides(tmp_path, model, monkeypatch):
@@ -162,7 +165,7 @@ def test_the_next_plan_is_corrected_by_exactly_what_was_measured(tmp_path, model
     assert again.bytes["update"] == round(1.25 * first.bytes["update"])
     assert again.bytes["rollout"] == first.bytes["rollout"]  # short answers say nothing about long ones
     before, after = (sum(made.components["update"].values()) for made in (first, again))
-    allocated = before - first.components["update"]["context"] - first.components["update"]["slack"]
+    allocated = before - sum(first.components["update"][name] for name in ("context", "slack", "graphs"))
     assert after - before == pytest.approx(0.25 * 1.03 * allocated, abs=2)  # with what the allocator needs beside it
 
     # A run under the corrected plan that measures the same leaves the correction as it is.

@@ -11,9 +11,9 @@ from ullage.bench.shapes import shape_config
 from ullage.config.load import load_mapping
 from ullage.config.settle import ACTOR_TOKENS, plainly, with_key
 from ullage.model.target import Target
-from ullage.planner.allocator import replay
 from ullage.planner.model_shape import find_shape
 from ullage.planner.phases import Layout
+from ullage.planner.replay import replay
 from ullage.run import predict as predicting
 from ullage.run.predict import architecture_of, predict, predict_shallow, trace_step, with_layers
 from ullage.run.rehearsal import Rehearsal
@@ -24,6 +24,8 @@ H200 = traced_target((9, 0), 150_110_011_392)
 CPU = Target("cpu", 0, (0, 0), 8 << 30)
 RESULTS = Path(__file__).parents[2] / "benchmarks" / "results" / "update_h200_fit.json"
 MEASURED = {row["case"]: row["peak_gib"] for row in json.loads(RESULTS.read_text())["fit"]}
+BEFORE_GRAPHS = 33 / 1024
+"""GiB: these were measured before the engine captured its steps on a queue of their own, with a workspace for it."""
 OTHER_WORKSPACE = 33 / 1024
 """GiB: a first step meets the backward thread's cuBLAS workspace only in its update; a trace has it from the start."""
 
@@ -38,9 +40,9 @@ def shapes(monkeypatch):
 def test_steps_that_an_h200_measured(case, shapes):
     found = predict_shallow(case_config(CASES[case]), CASES[case].shape, H200, mix="drawn").phases
     measured = MEASURED[case]
-    assert found["update"] / GIB == pytest.approx(measured["update"], abs=0.01)
+    assert found["update"] / GIB - BEFORE_GRAPHS == pytest.approx(measured["update"], abs=0.01)
     for phase in ("rollout", "logprob"):
-        assert found[phase] / GIB - OTHER_WORKSPACE == pytest.approx(measured[phase], rel=0.004), phase
+        assert found[phase] / GIB - BEFORE_GRAPHS - OTHER_WORKSPACE == pytest.approx(measured[phase], rel=0.004), phase
 
 
 def config_of(**given):
@@ -102,6 +104,19 @@ def test_what_is_on_the_host_is_not_on_the_device(shapes):
     assert "master" not in away
     assert away["optimizer"] == 2 * 12 * 64 * 512, "two stages for a piece of master and two moments"
     assert away["gradients"] == here["gradients"] == 2 * 107_072
+
+
+def test_the_least_capacity_holds_the_pool_of_captured_steps(shapes, monkeypatch):
+    found = predict(config_of(), "tiny", H200)
+    assert found.graphs_bytes == 2 * 2**20, "a few rows of a tiny model: one segment of small blocks"
+    moving = shape_config("tiny")
+    moving.rope_parameters = {"rope_type": "dynamic", "factor": 2.0, "rope_theta": 1e4}
+    monkeypatch.setattr(predicting, "architecture_of", lambda name: moving)
+    eager = predict(config_of(), "moving", H200)
+    assert eager.graphs_bytes == 0
+    # Without graphs there is no second queue either.
+    assert found.phases["update"] - eager.phases["update"] == 33 * 2**20 - 512, "this rope keeps its first numbers"
+    assert found.least_bytes - eager.least_bytes == pytest.approx(44 * 2**20, abs=2 * 2**20), "42 MiB hold 33"
 
 
 def test_a_deep_model_is_worked_out_from_shallow_ones(shapes, monkeypatch):

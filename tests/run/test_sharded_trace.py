@@ -19,9 +19,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 from transformers import AutoConfig, AutoModel, AutoModelForCausalLM
 
 from ullage.planner import components as c
-from ullage.planner.allocator import Allocate, Enter, replay
 from ullage.planner.components import GIB, Pass
 from ullage.planner.model_shape import Shape, find_shape
+from ullage.planner.replay import Allocate, Enter, replay
 from ullage.planner.sharding import Groups, Sharding
 from ullage.run.trace import CUBLAS_THREADS, CUBLAS_WORKSPACE_BYTES, Recorder, record
 

@@ -5,7 +5,7 @@ from torch import nn
 from torch.nn import functional
 from torch.utils.checkpoint import checkpoint
 
-from ullage.planner.allocator import Allocate, Enter, Release
+from ullage.planner.replay import Allocate, Enter, Release
 from ullage.run.trace import record
 
 KIB = 2**10

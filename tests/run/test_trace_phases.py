@@ -4,7 +4,8 @@ import torch
 
 from ullage.base.communicator import Solo
 from ullage.bench.update import Workload, prepared
-from ullage.run.trace_phases import record_phases, traced_target
+from ullage.planner.replay import Allocate, Empty, Enter
+from ullage.run.trace_phases import TracedCapture, record_phases, traced_target
 
 # Before Ampere: the plain kernels, which need no Triton.
 TARGET = traced_target((7, 5), 2**37)
@@ -50,3 +51,20 @@ def test_an_update_holds_weights_gradients_and_the_optimizer_it_was_built_with()
     # Beside master weights and moments the step makes less than another copy of the weights.
     assert sizes["optimizer"] == 7 * sizes["weights"], "gradients, master and two moments: 2 + 4 + 4 + 4 bytes"
     assert 0 < after["activations"] - 6 * sizes["weights"] < sizes["weights"]
+
+
+def test_a_captured_step_runs_on_a_queue_of_its_own_and_then_into_a_pool():
+    def step(phase):
+        phase("rollout")
+        capture = TracedCapture(phase)
+        for size in (256, 512):
+            replay = capture(lambda size=size: torch.zeros(size, device=TARGET.device) + 1)
+            replay()
+
+    events = record_phases(step).events
+    first = events.index(Enter("rollout"))
+    seen = [(event.size, event.owner) for event in events[first:] if isinstance(event, Allocate)]
+    workspace = [(32 * 2**20, "side"), (2**20, "side")]
+    # A tensor and its sum, twice; what is replayed makes nothing, and libraries keep what they have for the queue.
+    assert seen == workspace + [(4 * size, owner) for size in (256, 512) for owner in ("side", "graphs") for _ in "ab"]
+    assert [event for event in events if isinstance(event, Empty)] == [Empty(), Empty()]

@@ -7,6 +7,7 @@ import statistics
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -88,6 +89,7 @@ def measured(work: Workload, target: Target, *, rounds: int = 3, ceiling: Ceilin
     contest = Contest(work, model, target)
     contenders: dict[str, Callable[[], list[Sample]]] = {"ullage": contest.ours}
     if work.samples > 1:
+        contenders["ullage, read apart"] = contest.read_apart
         contenders["ullage, prompts apart"] = contest.apart
     if work.peer:
         contenders["generate"] = contest.generate
@@ -133,6 +135,12 @@ class Contest:
         # Hugging Face's attention, over the same weights.
         self.peer: Any = twin(model.module, "sdpa") if work.peer else None
 
+    @cached_property
+    def reads_apart(self) -> Engine:
+        """In the same memory: they take turns."""
+        mine, arena = self.engine, self.engine.pages.arena.flatten()
+        return Engine(self.model, slots=mine.slots, max_length=mine.max_length, lent=arena, share_prefix=False)
+
     @property
     def text(self) -> str:
         p, r = self.work.prompts, self.work.responses
@@ -141,12 +149,16 @@ class Contest:
         return f"{len(p)}{each} x ({lengths})"
 
     def ours(self) -> list[Sample]:
-        return self._draw([(prompt, self.work.samples, length) for prompt, length in self._pairs()])
+        return self._draw([(prompt, self.work.samples, length) for prompt, length in self._pairs()], self.engine)
+
+    def read_apart(self) -> list[Sample]:
+        """Prompts lie in the cache once, and every sample reads them for itself."""
+        return self._draw([(prompt, self.work.samples, length) for prompt, length in self._pairs()], self.reads_apart)
 
     def apart(self) -> list[Sample]:
         """Every sample with a prompt of its own, as if nobody knew that they are the same."""
         wanted = [(prompt, 1, length) for prompt, length in self._pairs() for _ in range(self.work.samples)]
-        return [replace(sample, group=sample.group // self.work.samples) for sample in self._draw(wanted)]
+        return [replace(sample, group=sample.group // self.work.samples) for sample in self._draw(wanted, self.engine)]
 
     def generate(self) -> list[Sample]:
         return self._generate(self.prompts, self.work.responses[0], scored=False)
@@ -215,12 +227,12 @@ class Contest:
     def _pairs(self) -> list[tuple[tuple[int, ...], int]]:
         return list(zip(self.prompts, self.work.responses, strict=True))
 
-    def _draw(self, wanted: list[tuple[tuple[int, ...], int, int]]) -> list[Sample]:
+    def _draw(self, wanted: list[tuple[tuple[int, ...], int, int]], engine: Engine) -> list[Sample]:
         requests = [
             GroupRequest(prompt=prompt, seeds=tuple(derive(i, j) for j in range(samples)), max_tokens=length)
             for i, (prompt, samples, length) in enumerate(wanted)
         ]
-        return self.engine.generate(requests, Sampling(max_tokens=max(self.work.responses), ignore_eos=True))
+        return engine.generate(requests, Sampling(max_tokens=max(self.work.responses), ignore_eos=True))
 
 
 def _sample(group: int, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Sample:

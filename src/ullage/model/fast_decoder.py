@@ -1,18 +1,22 @@
-"""Decoder layers of the Llama family for one token a sequence, with a third of the kernels and the same weights.
+"""Decoder layers of the Llama family with a third of the kernels and the same weights.
 
-The linear layers are the model's own modules, adapters and quantised weights included; what lies between them is fused.
+The linear layers are the model's own modules, adapters and quantised weights included; those of one input are one
+product where their weights lie side by side, and what lies between them is fused.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch.nn import functional
+from transformers import PreTrainedModel
 
 from ullage.model.attention import Extras
 from ullage.model.kernels.fused import add_norm, gate, rotate_and_store
+from ullage.model.side_by_side import joint
 from ullage.model.trunk import Trunk
 
 FAMILY = ("llama", "mistral", "qwen2", "qwen3")
@@ -20,8 +24,20 @@ FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
 
-Attend = Callable[[int, Tensor, Extras], Tensor]
-"""(layer, queries [S, H, d], extras) -> [S, H, d] over what the cache holds, the new tokens included."""
+Attend = Callable[..., Tensor]
+"""(layer, queries [S, H, d], extras) -> [S, H, d] over what the cache holds, the new tokens included. Of packed
+prompts (layer, queries, rotated keys, values [S, K, d], extras) -> [S, H, d]."""
+
+
+class _Pass(NamedTuple):
+    """What all layers are told."""
+
+    cos: Tensor
+    sin: Tensor
+    arena: Tensor
+    places: Tensor
+    attend: Attend
+    packed: bool
 
 
 class FastDecoder:
@@ -32,57 +48,74 @@ class FastDecoder:
         self.trunk = trunk
         self._base: Any = trunk.module.base_model
 
-    def hidden(self, ids: Tensor, positions: Tensor, arena: Tensor, places: Tensor, attend: Attend) -> Tensor:
-        """[S, D] for tokens [S] at these positions, whose keys and values go to these places of the arena."""
+    def hidden(
+        self, ids: Tensor, positions: Tensor, arena: Tensor, places: Tensor, attend: Attend, last: Tensor | None = None
+    ) -> Tensor:
+        """[S, D] for tokens [S] at these positions, whose keys and values go to these places of the arena.
+
+        With `last`, the tokens are those of packed prompts, and only these rows are wanted: the last layer computes
+        no others behind its attention.
+        """
         if self.trunk.adapters is not None:
             self.trunk.adapters.select(self.trunk.adapter)
         base = self._base
-        hidden: Tensor = base.embed_tokens(ids)
-        cos, sin = (x[0] for x in base.rotary_emb(hidden[None], positions[None]))
-        residual = hidden
-        normed: Tensor = base.layers[0].input_layernorm(hidden)
-        for number, layer in enumerate(base.layers):
-            attention = layer.self_attn
-            mixed = self._attend(number, attention, normed, cos, sin, arena, places, attend)
-            after: Any = layer.post_attention_layernorm
+        residual: Tensor = base.embed_tokens(ids)
+        cos, sin = (x[0] for x in base.rotary_emb(residual[None], positions[None]))
+        told = _Pass(cos, sin, arena, places, attend, packed=last is not None)
+        normed: Tensor = base.layers[0].input_layernorm(residual)
+        followers = [layer.input_layernorm for layer in base.layers[1:]] + [base.norm]
+        for number, (layer, following) in enumerate(zip(base.layers, followers, strict=True)):
+            mixed = _attended(number, layer.self_attn, normed, told)
+            if last is not None and following is base.norm:
+                mixed, residual = mixed.index_select(0, last), residual.index_select(0, last)
+            after, mlp = layer.post_attention_layernorm, layer.mlp
+            mixed = layer.self_attn.o_proj(mixed)
             residual, normed = add_norm(mixed, residual, after.weight, after.variance_epsilon)
-            mlp = layer.mlp
-            out = mlp.down_proj(gate(mlp.gate_proj(normed), mlp.up_proj(normed)))
-            following = base.layers[number + 1].input_layernorm if number + 1 < len(base.layers) else base.norm
+            out = mlp.down_proj(gate(*_products(normed, (mlp.gate_proj, mlp.up_proj))))
             residual, normed = add_norm(out, residual, following.weight, following.variance_epsilon)
         return normed
 
-    def _attend(
-        self,
-        number: int,
-        attention: Any,  # noqa: ANN401 -- the attention layer of any of the family
-        normed: Tensor,
-        cos: Tensor,
-        sin: Tensor,
-        arena: Tensor,
-        places: Tensor,
-        attend: Attend,
-    ) -> Tensor:
-        query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
-        query = rotate_and_store(
-            attention.q_proj(normed),
-            attention.k_proj(normed),
-            attention.v_proj(normed),
-            cos,
-            sin,
-            arena,
-            number,
-            places,
-            None if query_norm is None else query_norm.weight,
-            None if key_norm is None else key_norm.weight,
-            0.0 if query_norm is None else query_norm.variance_epsilon,
-        )
-        # Where layers differ, each knows its own; Mistral's are alike. A Llama takes no notice of such a number.
-        knows = attention.config if attention.config.model_type == "mistral" else attention
-        window = getattr(knows, "sliding_window", None) or 0
-        out = attend(number, query, Extras(attention.scaling, window, None, None))
-        mixed: Tensor = attention.o_proj(out.flatten(1))
-        return mixed
+
+def _attended(number: int, attention: Any, normed: Tensor, told: _Pass) -> Tensor:  # noqa: ANN401 -- any of the family
+    """[S, H * d]"""
+    query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
+    query, key, value = _products(normed, (attention.q_proj, attention.k_proj, attention.v_proj))
+    query, key = rotate_and_store(
+        query,
+        key,
+        value,
+        told.cos,
+        told.sin,
+        told.arena,
+        number,
+        told.places,
+        None if query_norm is None else query_norm.weight,
+        None if key_norm is None else key_norm.weight,
+        0.0 if query_norm is None else query_norm.variance_epsilon,
+        told.packed,
+    )
+    # Where layers differ, each knows its own; Mistral's are alike. A Llama takes no notice of such a number.
+    knows = attention.config if attention.config.model_type == "mistral" else attention
+    extras = Extras(attention.scaling, getattr(knows, "sliding_window", None) or 0, None, None)
+    new = (key, value.unflatten(1, key.shape[1:])) if told.packed else ()
+    return told.attend(number, query, *new, extras).flatten(1)
+
+
+def _products(x: Tensor, layers: tuple[Any, ...]) -> Iterable[Tensor]:
+    """What linear layers make of one input; columns of one tensor where that is one product."""
+    together = joint(layers)
+    if together is None:
+        return [layer(x) for layer in layers]
+    product = functional.linear(x, *together)
+    return torch.split(product, [layer.out_features for layer in layers], dim=1)
+
+
+def siblings(module: PreTrainedModel) -> Iterator[tuple[Any, ...]]:
+    """The linear layers that have one input, of a model of the family."""
+    base: Any = module.base_model
+    for layer in base.layers if module.config.get_text_config().model_type in FAMILY else ():
+        yield tuple(getattr(layer.self_attn, name) for name in ATTENTION_PARTS[:3])
+        yield tuple(getattr(layer.mlp, name) for name in MLP_PARTS[:2])
 
 
 def supports(trunk: Trunk) -> bool:

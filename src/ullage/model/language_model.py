@@ -16,6 +16,7 @@ from ullage.model.head import Head
 from ullage.model.lora import linear_layers
 from ullage.model.packing import Packed
 from ullage.model.probe import CacheShape
+from ullage.model.side_by_side import apart
 from ullage.model.trunk import Trunk
 
 
@@ -47,10 +48,10 @@ class LanguageModel(Trunk):
 
     def save_merged(self, folder: Path) -> None:
         """A Hugging Face folder that `transformers` and `vllm serve` load, an adapter added into its weights."""
-        state = None
+        state = self.module.state_dict()
         if self.adapters is not None and self.adapter is not None:
             state = self.adapters.merged_state(self.adapter)
-        self.module.save_pretrained(folder, state_dict=state, safe_serialization=True)
+        self.module.save_pretrained(folder, state_dict=apart(state), safe_serialization=True)
         self._save_tokenizer(folder)
 
     def _save_tokenizer(self, folder: Path) -> None:

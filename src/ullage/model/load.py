@@ -18,10 +18,12 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufCo
 from ullage.base.errors import ModelError
 from ullage.model import attention
 from ullage.model.adapter_files import base_of, is_adapter_folder, read_adapter, stored_quantization
+from ullage.model.fast_decoder import siblings
 from ullage.model.language_model import LanguageModel, find_head, find_stop_ids
 from ullage.model.lora import linear_layers
 from ullage.model.probe import REMEDY, cache_shape
 from ullage.model.quantise import Quantisation, quantise_layers
+from ullage.model.side_by_side import lay_side_by_side
 from ullage.model.target import Target
 from ullage.model.trunk import Trunk
 
@@ -52,6 +54,8 @@ def load_model(
     tokenizer = load_tokenizer(tokenizer_path or path, chat_template=chat_template)
     module, missing = _read_module(path, wanted)
     refuse_missing(path, missing)
+    if target.kind == "cuda" and quantization is None:
+        lay_side_by_side(siblings(module), target.device, wanted)
     settle(module, target, wanted, quantization)
     return LanguageModel(
         module=module,

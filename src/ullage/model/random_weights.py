@@ -9,10 +9,12 @@ from torch.utils._python_dispatch import _disable_current_modes
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ullage.model import attention
+from ullage.model.fast_decoder import siblings
 from ullage.model.language_model import LanguageModel, find_head
 from ullage.model.lora import linear_layers
 from ullage.model.probe import cache_shape
 from ullage.model.quantise import Quantisation, quantise_layers
+from ullage.model.side_by_side import lay_side_by_side
 from ullage.model.target import Target
 
 
@@ -48,6 +50,10 @@ def language_model(
     module: PreTrainedModel, target: Target, dtype: torch.dtype, quantization: Quantisation | None = None
 ) -> LanguageModel:
     """A module of random weights as the trainer wants it."""
+    if target.kind == "cuda":
+        lay_side_by_side(siblings(module), target.device, dtype)
+    if target.device.type == "cuda":
+        torch.cuda.empty_cache()  # where the weights lay before is too small for much else
     return LanguageModel(
         module=module,
         tokenizer=None,

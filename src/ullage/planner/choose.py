@@ -270,6 +270,11 @@ class Space:
             found[slots] = {name: count for name, count in own.items() if self._decodes(name)}
         return found
 
+    @cached_property
+    def pools(self) -> dict[int, int]:
+        """Bytes that are reserved for captured steps, by slots."""
+        return {held.slots: sum(t.bytes for t in self.layout(held, self.made[0]).graphs()) for held in self.held}
+
     def _decodes(self, phase: str) -> bool:
         return phase in DECODING and not self.base.supervised
 
@@ -352,13 +357,14 @@ class Space:
         found: list[Way] = []
         for held, (resident, on_host) in self.resident.items():
             room = left(self.decoding[held.slots])
+            pool = self.pools[held.slots] / (1 + c.SLACK)
             stays = seconds_slots[held.slots] + seconds_stays[held._replace(slots=self.held[0].slots)]
             listed = passes[held.gradients, held.offload_roles]
             plainest = min(levers_of(made) for _, _, made in listed)
             best: Way | None = None
             fitting: dict[int, Way] = {}
             for seconds, limit, made in listed:
-                spare = min(room, limit.resident_bytes) - resident
+                spare = min(room, limit.resident_bytes) - resident - pool
                 way = Way(held, made, stays + seconds, spare, on_host + limit.host_bytes)
                 if way.fits(host) and all(levers_of(made) < plainer for plainer in fitting):
                     fitting[levers_of(made)] = way

@@ -149,11 +149,12 @@ def context() -> Term:
     return term("context", CONTEXT, "CUDA context, cuBLAS, kernels: measured")
 
 
-def buffers(*, backward: bool, ranks: int) -> Term:
-    """cuBLAS workspaces, and NCCL where there are several ranks."""
-    threads = 2 if backward else 1
-    count = threads * WORKSPACE + (NCCL if ranks > 1 else 0)
-    return term("buffers", count, "32 MiB x threads + NCCL with several ranks", threads=threads, ranks=ranks)
+def buffers(*, backward: bool, ranks: int, captured: bool = False) -> Term:
+    """cuBLAS workspaces, one more for the queue that steps are captured on, and NCCL where there are several ranks."""
+    threads, queues = 2 if backward else 1, int(captured)
+    count = (threads + queues) * WORKSPACE + (NCCL if ranks > 1 else 0)
+    formula = "32 MiB x (threads + queues that capture) + NCCL with several ranks"
+    return term("buffers", count, formula, threads=threads, queues=queues, ranks=ranks)
 
 
 # --- the KV cache ---
@@ -371,12 +372,6 @@ def tables_gradient(shape: Shape, *, width: int = 2, tied: bool) -> Term:
     """The end of a backward pass: the embedding's gradient; of tied weights the head's too, and their sum."""
     count = width * shape.table
     return term("head", 3 * count if tied else count, "2 B x V h, thrice where tied", V=shape.vocabulary)
-
-
-def sampling(shape: Shape, *, slots: int, truncated: bool = False) -> Term:
-    """Logits in float32, which the sampler reads once; under top-p or top-k a scaled copy, and which ids are left."""
-    each = 10 if truncated else 4
-    return term("head", each * slots * shape.vocabulary, f"{each} B x slots x V", slots=slots, V=shape.vocabulary)
 
 
 def less(smaller: Term, what: str, larger: str) -> Term:

@@ -28,10 +28,7 @@ TUNED = re.compile(r"^meta-|-(instruct|base|it|pt|chat|hf)(?=-|$)")
 DOMAINS = re.compile(r"-(math|coder)(?=-)")
 """What names say about training, not about the shape."""
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([BbMmTt])")
-LADDER = (
-    *(f"qwen2.5-{size}b" for size in ("0.5", "1.5", "3", "7", "14", "32", "72")),
-    "llama-3.1-405b",
-)
+LADDER = (*(f"qwen2.5-{size}b" for size in ("0.5", "1.5", "3", "7", "14", "32", "72")), "llama-3.1-405b")
 """Dense models by size: what a shape of another size is interpolated from."""
 UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 
@@ -71,6 +68,8 @@ class Shape:
     shared_mlp: int = 0
     """Width of the experts that every token goes through, together."""
     sliding_window: int = 0
+    moving_rope: bool = False
+    """Its rotary embedding changes with the longest sequence: steps of decoding are not captured."""
     kv_lora_rank: int = 0
     """Width of the compressed keys and values of multi-head latent attention; 0: plain attention."""
     q_lora_rank: int = 0
@@ -221,8 +220,7 @@ def find_shape(text: str) -> Shape:
         from ullage.planner.gguf_shape import shape_of_gguf  # it builds on this file
 
         return shape_of_gguf(path)
-    if path.is_dir():
-        path = path / "config.json"
+    path = path / "config.json" if path.is_dir() else path
     if path.suffix == ".json" and path.is_file():
         return Shape.from_config(_read(path), path.parent.name or path.name)
     shapes = bundled_shapes()
@@ -331,12 +329,18 @@ def _from_config(config: Mapping[str, Any], name: str) -> Shape:
         attention_bias=bool(config.get("attention_bias", config.get("qkv_bias", False))) or kind in BIASED,
         qk_norm=kind in QK_NORMS,
         sliding_window=_window(config),
+        moving_rope=_has_moving_rope(config),
         kv_lora_rank=number("kv_lora_rank") if latent else 0,
         q_lora_rank=number("q_lora_rank", 0) if latent else 0,
         rope_head_size=number("qk_rope_head_dim") if latent else 0,
         vectors=_vectors(config, kind, hidden, heads * size, kv_heads * size),
     )
     return _with_experts(shape, config, kind, name)
+
+
+def _has_moving_rope(config: Mapping[str, Any]) -> bool:
+    rope = config.get("rope_parameters") or config.get("rope_scaling") or {}
+    return rope.get("rope_type", rope.get("type")) in ("dynamic", "longrope")  # rollout/embedded/engine.py
 
 
 def _window(config: Mapping[str, Any]) -> int:

@@ -10,8 +10,9 @@ from ullage.config.check import SUPERVISED
 from ullage.config.settle import PASS_TOKENS, choices_of, plainly
 from ullage.config.tree import Config, Optim
 from ullage.planner import components as c
-from ullage.planner import passes, storage
+from ullage.planner import drawing, passes, storage
 from ullage.planner.components import Pass, Term
+from ullage.planner.drawing import Drawing
 from ullage.planner.model_shape import Shape
 from ullage.planner.passes import Block
 from ullage.planner.roles import Roles, Trained
@@ -40,7 +41,7 @@ class Phase:
     @property
     def allocated_bytes(self) -> int:
         """What torch's allocator holds of it: the peak that a run measures."""
-        return sum(term.bytes for term in self.terms if term.name not in ("context", "slack"))
+        return sum(term.bytes for term in self.terms if term.name not in ("context", "slack", "graphs"))
 
 
 def total(terms: Iterable[Term]) -> int:
@@ -120,13 +121,8 @@ class Layout:
         return sum(block.samples for block in full)
 
     @property
-    def prefill_pass(self) -> Pass:
-        return self._prefill(self.slots, self.config.actor_rollout_ref.rollout.n)
-
-    def _prefill(self, slots: int, n: int) -> Pass:
-        prompt = self.config.data.max_prompt_length
-        tokens = min(max(c.PREFILL_TOKENS // prompt, 1), -(-slots // n)) * prompt
-        return Pass(tokens=tokens, positions=0, width=self.width, rank=self.actor.rank)
+    def rollout(self) -> Drawing:
+        return drawing.of_rollout(self)
 
     @property
     def slots(self) -> int:
@@ -188,6 +184,10 @@ class Layout:
             lent=0 if chosen.gradients == "host" else self.part(each * self.actor.parameters),
         )
 
+    def graphs(self) -> list[Term]:
+        """Reserved from the first rollout on."""
+        return drawing.graphs(self)
+
     def _owned(self, role: Trained) -> Iterator[Term]:
         """Adapters, gradients, state and master of a role; these never park."""
         chosen, count = self.chosen, role.parameters
@@ -218,16 +218,16 @@ class Layout:
 
     def phases(self) -> list[Phase]:
         """In the order of a step; those that this run does not have are left out."""
-        stays, roles = self.resident(), self.roles
+        stays, roles, graphs = self.resident(), self.roles, self.graphs()
         found = [Phase("load", (*self._shared([roles.actor_weights()]), c.context()))]
 
         def phase(name: str, terms: Iterable[Term], *, here: Iterable[Term] = (), backward: bool = False) -> None:
             back = self._shared(here) if self.parked else []
-            around = (c.buffers(backward=backward, ranks=self.ranks), c.context())
+            around = (c.buffers(backward=backward, captured=bool(graphs), ranks=self.ranks), *graphs, c.context())
             found.append(Phase(name, (*stays, *back, *terms, *around)))
 
         if not self.supervised:
-            phase("rollout", self._rollout())
+            phase("rollout", self._sampled(self.rollout))
         if self.reward_model is not None:
             reward_pass = Pass(tokens=max(PASS_TOKENS, 2 * self.longest), positions=0, width=self.width)
             phase("reward_model", self._trunk(self.reward_model, reward_pass), here=roles.reward_weights())
@@ -249,7 +249,12 @@ class Layout:
             phase("sync", [c.term("gather", 0, "nothing: the embedded engine reads the trainer's own weights")])
         phase("save", [], backward=True)
         if self.config.data.val_files:
-            phase("eval", self._forward(self.chosen.tokens, self.actor.rank) if self.supervised else self._evaluation())
+            phase(
+                "eval",
+                self._forward(self.chosen.tokens, self.actor.rank)
+                if self.supervised
+                else self._sampled(drawing.of_evaluation(self)),
+            )
         return found
 
     def stack(self, role: Trained, a: Pass) -> Stack:
@@ -283,27 +288,15 @@ class Layout:
         ]
         return worst(moments)
 
-    def _rollout(self) -> list[Term]:
-        rollout = self.config.actor_rollout_ref.rollout
-        truncated = rollout.top_p < 1 or rollout.top_k > 0
-        return self._sampled(self.prefill_pass, c.sampling(self.shape, slots=self.slots, truncated=truncated))
-
-    def _evaluation(self) -> list[Term]:
-        """The engine at the settings of the evaluation."""
-        val, slots = self.config.actor_rollout_ref.rollout.val_kwargs, self.eval_slots
-        truncated = val.temperature > 0 and (val.top_p < 1 or val.top_k > 0)
-        drawing = c.sampling(self.shape, slots=slots, truncated=truncated)
-        return self._sampled(self._prefill(slots, val.n), drawing)
-
-    def _sampled(self, a: Pass, drawing: Term) -> list[Term]:
+    def _sampled(self, drawn: Drawing) -> list[Term]:
         """Prefill or decode, whichever is larger; logits are drawn from whole, wherever they were computed."""
         shape, groups = self.actor.shape, self._forward_groups(self.actor.shape, self.quantisation)
-        prefill = self._layer_forward(shape, a, self.quantisation, groups)
-        decode = [drawing, groups.forward_head()]
+        prefill = self._layer_forward(shape, drawn.prefill, self.quantisation, groups)
+        decode = [drawn.logits(), groups.forward_head()]
         if total(prefill) < total(decode):
             found = [*decode, c.less(prefill[0], "prefill", "decode")]
         else:
-            found = [*prefill, c.less(drawing, "decode", "prefill")]
+            found = [*prefill, c.less(decode[0], "decode", "prefill")]
         return worst([found, [groups.forward_start()]])
 
     def _forward(self, limit: int, rank: int) -> list[Term]:

@@ -183,7 +183,7 @@ def sampling_work(layout: Layout) -> dict[str, Work]:
     slots, arena = layout.slots, layout.config.actor_rollout_ref.rollout.kv_cache_tokens
     if arena != "auto":  # a cache that is too small for all slots keeps some of them waiting
         slots = max(1, min(slots, arena // layout.longest))
-    passes = -(-prompts * data.max_prompt_length // layout.prefill_pass.tokens)
+    passes = -(-prompts * data.max_prompt_length // layout.rollout.prefill.tokens)
     kinds = (DECODE_NORMS if shape.qk_norm else 1.0) * (DECODE_ADAPTERS if layout.actor.rank else 1.0)
     middle = data.max_prompt_length + data.max_response_length // 2
     decoding = Decoding(

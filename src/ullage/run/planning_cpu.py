@@ -70,7 +70,7 @@ def _planned(shape: Shape, config: Config, machine: Machine) -> Plan:
     moved = term("host", sum(on_host.get(name, 0) for name in ELSEWHERE), "kept in host memory, which is the same")
 
     def here(phase: Phase) -> Phase:
-        kept = tuple(item for item in phase.terms if item.name not in ("context", "buffers"))
+        kept = tuple(item for item in phase.terms if item.name not in ("context", "buffers", "graphs"))
         return with_slack(replace(phase, terms=(*kept, moved, process)))
 
     return Plan(

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import gc
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field
 from itertools import cycle, islice
@@ -20,15 +20,16 @@ from ullage.engine.optimizer import Optimizer
 from ullage.engine.placement import Piece
 from ullage.engine.streams import hollow_bytes
 from ullage.model.load import PACKAGED, guard, source_of
-from ullage.planner.allocator import extrapolate, least_capacity, replay
 from ullage.planner.model_shape import Shape, find_shape
 from ullage.planner.phases import Layout
+from ullage.planner.replay import extrapolate, graphs_bytes, least_capacity, replay
+from ullage.rollout.embedded.decoder import Decoder, Text
 from ullage.run import trace
 from ullage.run.rehearsal import Mix, Rehearsal
-from ullage.run.trace_phases import TracedTarget, record_phases
+from ullage.run.trace_phases import TracedCapture, TracedTarget, record_phases
 
-SHALLOW = (2, 4)
-"""Layers of the two traces that a deep one is worked out from."""
+SHALLOW = (3, 5)
+"""Layers of the two traces that a deep one is worked out from: a first and a last one, which differ, and others."""
 FOUR = 4
 """Layers of which a quarter, a half and three quarters are whole ones."""
 
@@ -43,6 +44,8 @@ class Prediction:
     """The same by owner, where the trace went through every layer."""
     least_bytes: int | None = None
     """The least that the allocator must be given, with expandable segments; None where layers were extrapolated."""
+    graphs_bytes: int = 0
+    """What the allocator reserves for captured graphs: part of the least, and of no phase's peak."""
     host_bytes: int = 0
     """Buffers in host memory."""
 
@@ -62,6 +65,7 @@ def predict(config: Config, model: str, target: TracedTarget, *, mix: Mix = "ful
         phases={phase: peak - saved.get(phase, 0) for phase, peak in peaks.items()},
         components={phase: found.trace.components(phase) for phase in peaks},
         least_bytes=least_capacity(events) - max(saved.values(), default=0),
+        graphs_bytes=graphs_bytes(events),
         host_bytes=found.host_bytes,
     )
 
@@ -89,6 +93,7 @@ def predict_shallow(config: Config, model: str, target: TracedTarget, *, mix: Mi
     saved = _compiled(config, model)
     return Prediction(
         phases={phase: peak - saved.get(phase, 0) for phase, peak in peaks.items() if phase},
+        graphs_bytes=graphs_bytes(high.trace.events),  # one layer's temporaries and the head's, whatever the depth
         host_bytes=at_depth(low.host_bytes, high.host_bytes),
     )
 
@@ -126,10 +131,21 @@ def trace_step(
     def step(mark: trace.Phase) -> None:
         nonlocal host, lendable, cache
         phase = _marked(mark)
-        run = Rehearsal(config, architecture, target, phase, critic_architecture=critic, samples=False, mix=mix)
+        run = Rehearsal(
+            config,
+            architecture,
+            target,
+            phase,
+            critic_architecture=critic,
+            samples=False,
+            mix=mix,
+            capture=TracedCapture(mark),
+        )
         _name_owners(mark, run)
         for optimizer in run.optimizers:
             _shorten(optimizer)
+        if run.engine is not None:
+            _enter_passes_apart(mark, run.engine.decoder)
         run.step()
         host = hollow_bytes() - before
         lent = run.actor.optimizer.lendable
@@ -247,6 +263,19 @@ def _name_owners(mark: trace.Phase, run: Rehearsal) -> None:
     mark.own("weights", weights)
     if run.engine is not None and not run.engine.is_lent:
         mark.own("kv_cache", [run.engine.pages.arena])
+
+
+def _enter_passes_apart(mark: trace.Phase, decoder: Decoder) -> None:
+    """Depths are compared part by part: a pass over prompts is one."""
+    prefill = decoder._prefill
+
+    def one_pass(texts: list[Text]) -> Sequence[Tensor]:
+        mark.again()
+        found = prefill(texts)
+        mark.again()
+        return found
+
+    decoder._prefill = one_pass  # type: ignore[method-assign]
 
 
 def _shorten(optimizer: Optimizer) -> None:

@@ -30,6 +30,7 @@ from ullage.model.trunk import Trunk
 from ullage.model.value_model import ValueModel, add_value_head
 from ullage.planner.passes import Block, Room, worst_mixes
 from ullage.rollout.embedded.engine import Engine
+from ullage.rollout.embedded.graphs import Capturing
 from ullage.rollout.sampling import GroupRequest, Sample, Sampling
 from ullage.run.roles import fresh_adapter, make_actor, make_critic, make_reference
 from ullage.run.supply import make_engine
@@ -64,7 +65,11 @@ class Rehearsal:
         mix: what is learned from. `drawn`: the sequences of the rollout, all as long as they may be; `fullest`: the
             fullest micro-batches that the token limits allow, which a mix of lengths may come to.
         stop_ids: tokens that end a completion; by default all are as long as they may be.
+        capture: in place of a device that is only traced.
     """
+
+    rate = 1e-6
+    """At which is learned."""
 
     def __init__(
         self,
@@ -78,6 +83,7 @@ class Rehearsal:
         mix: Mix = "drawn",
         stop_ids: frozenset[int] | None = None,
         replays: Replays | None = None,
+        capture: Capturing | None = None,
     ) -> None:
         self.config, self.target, self.phase = config, target, phase
         self.samples, self.mix = samples, mix
@@ -89,7 +95,7 @@ class Rehearsal:
             model = self._actor_model(config, target)
         self.actor = make_actor(config, model, Solo(), phase, replays)
         self.critic = make_critic(config, self.algorithm, self.actor, phase, replays, load=self._value_model)
-        self.engine = self._engine(model)
+        self.engine = self._engine(model, capture)
         wanted = config.actor_rollout_ref.actor.use_kl_loss or "reference" in self.algorithm.needs
         self.reference = (
             make_reference(config, self.actor, phase, replays, load=self._reference_model) if wanted else None
@@ -126,9 +132,9 @@ class Rehearsal:
         batch = self.algorithm.assign_credit(experience, Solo())
         with self.phase("update"):
             for mini_batch in self.schedule.mini_batches(batch, step):
-                self.actor.update(mini_batch, self.algorithm, 1e-6, Tally())
+                self.actor.update(mini_batch, self.algorithm, self.rate, Tally())
                 if self.critic:
-                    self.critic.update(mini_batch, 1e-6, Tally())
+                    self.critic.update(mini_batch, self.rate, Tally())
 
     def _rollout(self, prompts: list[Prompt], step: int) -> list[Sample]:
         rollout, length = self.config.actor_rollout_ref.rollout, self.config.data.max_response_length
@@ -143,10 +149,12 @@ class Rehearsal:
                 max_tokens=length,
                 ignore_eos=self._stop_ids is None,
             )
-            with self.phase("rollout"):
-                if self.samples:
+            if self.samples:
+                with self.phase("rollout"):
                     return self.engine.generate(requests, sampling)
-                self.engine.rehearse(requests, sampling)
+            for _ in range(2 if self.engine.graphs.enabled else 1):  # later prompts meet the graphs of the first step
+                with self.phase("rollout"):
+                    self.engine.rehearse(requests, sampling)
         return [_longest(group, index, length) for group in range(len(prompts)) for index in range(count)]
 
     def _fullest_mixes(self) -> list[list[Block]]:
@@ -236,7 +244,7 @@ class Rehearsal:
         dtype = self.target.default_dtype if wanted == "auto" else DTYPES[wanted]
         return random_model(architecture, self.target, dtype=dtype, quantization=quantization)
 
-    def _engine(self, model: LanguageModel) -> Engine | None:
+    def _engine(self, model: LanguageModel, capture: Capturing | None) -> Engine | None:
         if self._supervised:
             return None
         return make_engine(
@@ -245,4 +253,5 @@ class Rehearsal:
             prompt_tokens=self.config.data.max_prompt_length,
             samples=self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n,
             lent=self.actor.optimizer.lendable,
+            capture=capture,
         )

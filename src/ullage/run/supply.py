@@ -19,6 +19,7 @@ from ullage.environments._pool import EnvironmentPool
 from ullage.model.language_model import LanguageModel
 from ullage.rewards.panel import Panel
 from ullage.rollout.embedded.engine import Engine
+from ullage.rollout.embedded.graphs import Capturing
 from ullage.run.environment import open_environment, with_episodes, with_tools
 from ullage.run.roles import make_reward_model
 from ullage.run.sources import check_rewards, full_marks, make_sampler, sources_of
@@ -199,6 +200,7 @@ def make_engine(
     prompt_tokens: int,
     samples: int,
     lent: Tensor | None = None,
+    capture: Capturing | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Engine:
     """No more slots than samples ever wait for one, no more room per slot than the longest prompt needs."""
@@ -209,6 +211,7 @@ def make_engine(
         max_length=prompt_tokens + config.data.max_response_length,
         cache_tokens=None if rollout.kv_cache_tokens == "auto" else rollout.kv_cache_tokens,
         lent=lent,
+        capture=capture,
         say=say,
     )
 

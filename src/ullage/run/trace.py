@@ -15,11 +15,13 @@ from torch.nn import functional
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
-from ullage.planner.allocator import Allocate, Enter, Event, Release
+from ullage.planner.allocator import Owner
+from ullage.planner.replay import Allocate, Empty, Enter, Event, Release
 
 CUBLAS_WORKSPACE_BYTES = (32 * 2**20, 2**20)
-"""Hopper's cuBLAS and cuBLASLt, for each thread that multiplies matrices: the caller's and autograd's."""
+"""Hopper's cuBLAS and cuBLASLt, for each queue of each thread that multiplies matrices."""
 CUBLAS_THREADS = 2
+"""The caller's and autograd's."""
 
 
 @dataclass(slots=True)
@@ -42,7 +44,7 @@ class Trace:
             elif isinstance(event, Allocate):
                 live[event.key] = event.size
                 total += event.size
-            else:
+            elif isinstance(event, Release):
                 total -= live.pop(event.key)
             if inside and total > peak:
                 peak = total
@@ -71,6 +73,26 @@ class Phase:
             key = self._recorder.key_of(tensor.untyped_storage())
             self._recorder.trace.owners[key] = component
 
+    def again(self) -> None:
+        """The same phase, entered once more: depths are compared part by part."""
+        self._recorder.enter_again()
+
+    def workspace(self, queue: Owner) -> None:
+        """Libraries keep one for each queue, from its first product on."""
+        self._recorder.add_workspace(queue)
+
+    def empty_cache(self) -> None:
+        self._recorder.trace.events.append(Empty())
+
+    @contextmanager
+    def on(self, owner: Owner) -> Iterator[None]:
+        """What is allocated meanwhile comes from these blocks."""
+        before, self._recorder.owner = self._recorder.owner, owner
+        try:
+            yield
+        finally:
+            self._recorder.owner = before
+
 
 def record(step: Callable[[Phase], None]) -> Trace:
     """What `step` allocates and frees when every tensor it makes lives on one CUDA device."""
@@ -85,9 +107,11 @@ class Recorder(TorchDispatchMode):
         super().__init__()  # type: ignore[no-untyped-call]
         self.trace = Trace()
         self.active = True
-        for key, size in enumerate(CUBLAS_WORKSPACE_BYTES * CUBLAS_THREADS, start=1):
-            self.trace.events.append(Allocate(-key, size))
-            self.trace.owners[-key] = "buffers"
+        self.owner: Owner = "main"
+        """Whose blocks are allocated from."""
+        self._workspaces = 0
+        for _ in range(CUBLAS_THREADS):
+            self.add_workspace("main")
         self._live: dict[int, tuple[int, weakref.ref[UntypedStorage]]] = {}
         self._next_key = 0
 
@@ -105,6 +129,8 @@ class Recorder(TorchDispatchMode):
         return out
 
     def compute(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:  # noqa: ANN401
+        if func is torch.ops.aten.addmm.dtype_out:  # torch 2.11 knows no shape of it; it makes nothing
+            return kwargs["out"]
         return func(*args, **kwargs)
 
     def counts(self, tensor: Tensor) -> bool:
@@ -126,7 +152,7 @@ class Recorder(TorchDispatchMode):
             return known[0]
         key = self._next_key
         self._next_key += 1
-        self.trace.events.append(Allocate(key, storage.nbytes()))
+        self.trace.events.append(Allocate(key, storage.nbytes(), self.owner))
 
         def died(_: object) -> None:
             del self._live[address]
@@ -136,15 +162,21 @@ class Recorder(TorchDispatchMode):
         self._live[address] = (key, weakref.ref(storage, died))
         return key
 
+    def add_workspace(self, queue: Owner) -> None:
+        for size in CUBLAS_WORKSPACE_BYTES:
+            self._workspaces += 1
+            self.trace.events.append(Allocate(-self._workspaces, size, queue))
+            self.trace.owners[-self._workspaces] = "buffers"
+
     @contextmanager
     def entering_backward_apart(self) -> Iterator[None]:
         """A phase is entered again where a backward pass begins and ends: depths are compared part by part."""
         plain = Tensor.backward
 
         def backward(tensor: Tensor, *args: Any, **kwargs: Any) -> None:  # noqa: ANN401 -- autograd's own
-            self._enter_again()
+            self.enter_again()
             plain(tensor, *args, **kwargs)  # type: ignore[no-untyped-call]
-            self._enter_again()
+            self.enter_again()
 
         Tensor.backward = backward  # type: ignore[method-assign, assignment]
         try:
@@ -152,7 +184,7 @@ class Recorder(TorchDispatchMode):
         finally:
             Tensor.backward = plain  # type: ignore[method-assign]
 
-    def _enter_again(self) -> None:
+    def enter_again(self) -> None:
         entered = next((event for event in reversed(self.trace.events) if isinstance(event, Enter)), None)
         if entered is not None:
             self.trace.events.append(entered)
@@ -167,7 +199,7 @@ class Recorder(TorchDispatchMode):
             before = storage.nbytes()
             plain(storage, size)
             if storage.nbytes() != before:
-                self.trace.events += [Release(key), Allocate(key, storage.nbytes())]
+                self.trace.events += [Release(key), Allocate(key, storage.nbytes(), self.owner)]
 
         UntypedStorage.resize_ = resize  # type: ignore[method-assign, assignment]
         try:

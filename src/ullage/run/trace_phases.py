@@ -30,6 +30,37 @@ class TracedTarget(Target):
         return DEVICE
 
 
+class TracedCapture:
+    """Runs steps as rollout/embedded/cuda.py does to capture them: once on a queue of their own, once into a pool.
+
+    What is replayed allocates nothing.
+    """
+
+    nbytes = 0
+
+    def __init__(self, mark: Phase) -> None:
+        self._mark = mark
+        self._has_workspace = False
+
+    def __call__(self, step: Callable[[], object]) -> Callable[[], None]:
+        mark = self._mark
+        if not self._has_workspace:
+            mark.workspace("side")
+            self._has_workspace = True
+        mark.again()
+        with mark.on("side"):
+            step()
+        mark.empty_cache()
+        mark.again()
+        with mark.on("graphs"):
+            step()
+        mark.again()
+        return lambda: None
+
+    def forget(self) -> None:
+        """Weights do not move in a trace."""
+
+
 def traced_target(capability: tuple[int, int], memory_bytes: int) -> TracedTarget:
     return TracedTarget("cuda", 0, capability, memory_bytes)
 

@@ -36,14 +36,20 @@ class TracedPlan:
 
     def as_json(self) -> dict[str, Any]:
         found = self.traced
-        return {"phases": found.phases, "least_bytes": found.least_bytes, "host_bytes": found.host_bytes}
+        return {
+            "phases": found.phases,
+            "least_bytes": found.least_bytes,
+            "graphs_bytes": found.graphs_bytes,
+            "host_bytes": found.host_bytes,
+        }
 
     def lines(self) -> list[str]:
         """For a person."""
         found = self.traced
         rows = [f"  {name:<15}{bytes_text(size):>11}" for name, size in found.phases.items()]
         least = "" if found.least_bytes is None else f"; the allocator needs at least {bytes_text(found.least_bytes)}"
-        return ["", f"traced: what torch allocates at the peak of each phase{least}", *rows]
+        kept = f"; beside that, {bytes_text(found.graphs_bytes)} are captured graphs'" if found.graphs_bytes else ""
+        return ["", f"traced: what torch allocates at the peak of each phase{kept}{least}", *rows]
 
 
 def traced_plan(
@@ -90,7 +96,7 @@ def _traced(chosen: Plan, machine: Machine, stand_in: TracedTarget, scale: Mappi
     model, own = chosen.config.actor_rollout_ref.model.path, of_rank(chosen.config, machine.gpus)
     found = predict_shallow(own, model, stand_in)
     outside = CONTEXT + (NCCL if machine.gpus > 1 else 0)
-    room = (chosen.capacity_bytes or 0) - outside
+    room = (chosen.capacity_bytes or 0) - outside - found.graphs_bytes
     if (1 + SLACK) * found.peak_bytes * NEAR > room > found.peak_bytes:
         found = predict(own, model, stand_in)
     ratios = dict(scale)

@@ -33,12 +33,12 @@ def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
 
 @torch.library.custom_op("ullage::gate", mutates_args=())
 def gate(gated: Tensor, up: Tensor) -> Tensor:
-    """`silu(gated) * up`."""
+    """`silu(gated) * up`; rows may lie apart."""
     if gated.device.type == "cpu":
         return functional.silu(gated) * up
     from ullage.model.kernels.fused_triton import gate_into
 
-    out = torch.empty_like(up)
+    out = up.new_empty(up.shape)
     gate_into(out, gated, up)
     return out
 
@@ -46,7 +46,7 @@ def gate(gated: Tensor, up: Tensor) -> Tensor:
 @gate.register_fake
 def _(gated: Tensor, up: Tensor) -> Tensor:
     del gated
-    return torch.empty_like(up)
+    return up.new_empty(up.shape)
 
 
 @torch.library.custom_op("ullage::rotate_and_store", mutates_args=("arena",))
@@ -62,24 +62,27 @@ def rotate_and_store(
     query_norm: Tensor | None,
     key_norm: Tensor | None,
     eps: float,
-) -> Tensor:
-    """Rotated queries [S, H, d]; rotated keys, and values, go to their places in a layer of the arena.
+    keeps_keys: bool,
+) -> tuple[Tensor, Tensor]:
+    """Rotated queries [S, H, d] and, if asked for, keys [S, K, d], else [0, K, d].
 
-    Queries, keys and values are the projections, [S, heads * d]; a norm of queries or keys is applied to every head. A
-    token whose place is negative is nobody's: its key and value are not stored.
+    Rotated keys, and values, go to their places in a layer of the arena.
+
+    Queries, keys and values are the projections, [S, heads * d], whose rows may lie apart; a norm of queries or keys is
+    applied to every head. A token whose place is negative is nobody's: its key and value are not stored.
     """
-    heads = query.shape[1] // cos.shape[1]
     if query.device.type == "cpu":
         query, key, value = (x.unflatten(1, (-1, cos.shape[1])) for x in (query, key, value))
         flat, there = arena[layer].flatten(1, 2), places >= 0  # [2, pages * page_size, K, d]
-        flat[0].index_copy_(0, places[there], rotated_plain(key, cos, sin, key_norm, eps)[there])
+        key = rotated_plain(key, cos, sin, key_norm, eps)
+        flat[0].index_copy_(0, places[there], key[there])
         flat[1].index_copy_(0, places[there], value[there])
-        return rotated_plain(query, cos, sin, query_norm, eps)
+        return rotated_plain(query, cos, sin, query_norm, eps), key if keeps_keys else key.new_empty(0, *key.shape[1:])
     from ullage.model.kernels.fused_triton import rotate_and_store_into
 
-    out = query.new_empty(query.shape[0], heads, cos.shape[1])
-    rotate_and_store_into(out, query, key, value, cos, sin, arena, layer, places, query_norm, key_norm, eps)
-    return out
+    out, keys = _rotated_like(query, key, cos.shape[1], keeps_keys)
+    rotate_and_store_into(out, keys, query, key, value, cos, sin, arena, layer, places, query_norm, key_norm, eps)
+    return out, keys
 
 
 @rotate_and_store.register_fake
@@ -95,9 +98,15 @@ def _(
     query_norm: Tensor | None,
     key_norm: Tensor | None,
     eps: float,
-) -> Tensor:
-    del key, value, sin, arena, layer, places, query_norm, key_norm, eps
-    return query.new_empty(query.shape[0], query.shape[1] // cos.shape[1], cos.shape[1])
+    keeps_keys: bool,
+) -> tuple[Tensor, Tensor]:
+    del value, sin, arena, layer, places, query_norm, key_norm, eps
+    return _rotated_like(query, key, cos.shape[1], keeps_keys)
+
+
+def _rotated_like(query: Tensor, key: Tensor, size: int, keeps_keys: bool) -> tuple[Tensor, Tensor]:
+    tokens, heads, kv_heads = query.shape[0], query.shape[1] // size, key.shape[1] // size
+    return query.new_empty(tokens, heads, size), key.new_empty(tokens if keeps_keys else 0, kv_heads, size)
 
 
 def norm_plain(x: Tensor, weight: Tensor, eps: float) -> Tensor:

@@ -30,14 +30,14 @@ def _add_norm(  # noqa: ANN202 -- Triton's own types
 
 
 @triton.jit
-def _gate(out, gated, up, size, block: tl.constexpr):  # noqa: ANN001, ANN202
-    place = tl.program_id(0).to(tl.int64) * block + tl.arange(0, block)
-    inside = place < size
-    g = tl.load(gated + place, mask=inside, other=0.0).to(tl.float32)
-    u = tl.load(up + place, mask=inside, other=0.0).to(tl.float32)
+def _gate(out, gated, up, gated_stride, up_stride, width, block: tl.constexpr):  # noqa: ANN001, ANN202
+    row, place = tl.program_id(0).to(tl.int64), tl.program_id(1) * block + tl.arange(0, block)
+    inside = place < width
+    g = tl.load(gated + row * gated_stride + place, mask=inside, other=0.0).to(tl.float32)
+    u = tl.load(up + row * up_stride + place, mask=inside, other=0.0).to(tl.float32)
     narrow = out.dtype.element_ty
     silu = (g * tl.sigmoid(g)).to(narrow).to(tl.float32)
-    tl.store(out + place, (silu * u).to(narrow), mask=inside)
+    tl.store(out + row * width + place, (silu * u).to(narrow), mask=inside)
 
 
 @triton.jit
@@ -62,9 +62,10 @@ def _rotate(  # noqa: ANN202
 
 @triton.jit
 def _rotate_and_store(  # noqa: ANN202
-    out, query, key, value, cos, sin, arena, places, query_norm, key_norm,  # noqa: ANN001
-    eps, kind_stride,  # noqa: ANN001
+    out, keys, query, key, value, cos, sin, arena, places, query_norm, key_norm,  # noqa: ANN001
+    eps, query_stride, key_stride, value_stride, kind_stride,  # noqa: ANN001
     groups: tl.constexpr, kv_heads: tl.constexpr, half: tl.constexpr, block: tl.constexpr, has_norm: tl.constexpr,
+    has_keys: tl.constexpr,
 ):  # fmt: skip
     # One token and one key-value head, with the heads of queries that read it.
     token, head = tl.program_id(0).to(tl.int64), tl.program_id(1)
@@ -77,16 +78,21 @@ def _rotate_and_store(  # noqa: ANN202
     s1 = tl.load(sin + turn, mask=inside, other=0.0).to(tl.float32)
     s2 = tl.load(sin + turn + half, mask=inside, other=0.0).to(tl.float32)
     for i in tl.static_range(groups):
-        own = (token * kv_heads + head) * (groups * size) + i * size
-        _rotate(query + own, out + own, c1, c2, s1, s2, query_norm, eps, place, inside, half, has_norm)
-    own = (token * kv_heads + head) * size
+        own = (head * groups + i) * size
+        source, target = query + token * query_stride + own, out + token * (kv_heads * groups * size) + own
+        _rotate(source, target, c1, c2, s1, s2, query_norm, eps, place, inside, half, has_norm)
+    key += token * key_stride + head * size
+    value += token * value_stride + head * size
+    if has_keys:
+        target = keys + (token * kv_heads + head) * size
+        _rotate(key, target, c1, c2, s1, s2, key_norm, eps, place, inside, half, has_norm)
     spot = tl.load(places + token).to(tl.int64)
     if spot >= 0:  # else it is nobody's token
         slot = arena + (spot * kv_heads + head) * size
-        _rotate(key + own, slot, c1, c2, s1, s2, key_norm, eps, place, inside, half, has_norm)
+        _rotate(key, slot, c1, c2, s1, s2, key_norm, eps, place, inside, half, has_norm)
         slot += kind_stride
-        tl.store(slot + place, tl.load(value + own + place, mask=inside), mask=inside)
-        tl.store(slot + half + place, tl.load(value + own + half + place, mask=inside), mask=inside)
+        tl.store(slot + place, tl.load(value + place, mask=inside), mask=inside)
+        tl.store(slot + half + place, tl.load(value + half + place, mask=inside), mask=inside)
 
 
 def add_norm_into(total: Tensor, normed: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
@@ -98,12 +104,16 @@ def add_norm_into(total: Tensor, normed: Tensor, x: Tensor, residual: Tensor, we
 
 
 def gate_into(out: Tensor, gated: Tensor, up: Tensor) -> None:
-    size = up.numel()
-    _gate[(triton.cdiv(size, GATE_BLOCK),)](out, gated, up, size, block=GATE_BLOCK, num_warps=4)
+    assert gated.stride(1) == up.stride(1) == 1, "the elements of a row lie side by side"
+    rows, width = out.shape
+    _gate[(rows, triton.cdiv(width, GATE_BLOCK))](
+        out, gated, up, gated.stride(0), up.stride(0), width, block=GATE_BLOCK, num_warps=4
+    )
 
 
 def rotate_and_store_into(
     out: Tensor,
+    keys: Tensor,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -116,15 +126,16 @@ def rotate_and_store_into(
     key_norm: Tensor | None,
     eps: float,
 ) -> None:
-    """Both norms, or none: what architectures have."""
-    assert all(x.is_contiguous() for x in (query, key, value, cos, sin)), "rows follow one another"
+    """Both norms, or none: what architectures have. Keys [0, K, d] are not wanted."""
+    assert query.stride(1) == key.stride(1) == value.stride(1) == 1, "the elements of a row lie side by side"
+    assert all(x.is_contiguous() for x in (cos, sin)), "rows follow one another"
     tokens, heads, size = out.shape
     kv_heads, half = key.shape[1] // size, size // 2
     _rotate_and_store[(tokens, kv_heads)](
         # The layer by its address: its offset in a large arena needs more than 32 bits.
-        out, query, key, value, cos, sin, arena[layer], places,
+        out, keys if len(keys) else out, query, key, value, cos, sin, arena[layer], places,
         out if query_norm is None else query_norm, out if key_norm is None else key_norm,
-        eps, arena.stride(1),
+        eps, query.stride(0), key.stride(0), value.stride(0), arena.stride(1),
         groups=heads // kv_heads, kv_heads=kv_heads, half=half, block=triton.next_power_of_2(half),
-        has_norm=query_norm is not None, num_warps=1,
+        has_norm=query_norm is not None, has_keys=len(keys) > 0, num_warps=1,
     )  # fmt: skip

@@ -16,6 +16,8 @@ SEGMENTS = 16
 """Pieces, at most, that the context a sequence has of its own is divided into."""
 PREFIX_SEGMENTS = 8
 """Pieces, at most, that a shared prompt is divided into."""
+LEAST_SEGMENT = 512
+"""Tokens that are worth a segment of their own: each writes and reads back 4 bytes a query head and head element."""
 
 
 @torch.library.custom_op("ullage::store_kv", mutates_args=("arena",))
@@ -110,11 +112,16 @@ def fused_paged_attention(
     """As `paged_attention`; a soft cap of 0 is none, `sinks` [H] are logits that take probability and give nothing.
 
     A sequence is divided by its own length, so its numbers depend neither on the rest of the batch nor on how wide the
-    table is.
+    table is; the table's width says how many segments the longest can have.
     """
-    partial, sums = _partials(query, SEGMENTS)
-    attend_own(query, arena, layer, page_table, lengths, None, partial, sums, scaling, window, softcap)
-    out: Tensor = merge_partials(partial, sums, lengths, None, sinks, window, query.dtype)
+    segments = _most_segments(_longest(arena, page_table, window), SEGMENTS)
+    out: Tensor
+    if segments == 1:
+        out = attend_at_once(query, arena, layer, page_table, lengths, sinks, scaling, window, softcap)
+        return out
+    partial, sums = _partials(query, segments)
+    attend_own(query, arena, layer, page_table, lengths, None, partial, sums, segments, scaling, window, softcap)
+    out = merge_partials(partial, sums, lengths, None, sinks, segments, window, query.dtype)
     return out
 
 
@@ -137,11 +144,25 @@ def grouped_paged_attention(
     sequences of each group, -1 for none; those of a row share all their `starts`, and the first is there unless the
     row is empty. Every sequence with a start is a member of one row.
     """
-    partial, sums = _partials(query, PREFIX_SEGMENTS + SEGMENTS)
-    attend_shared(query, arena, layer, page_table, lengths, starts, members, partial, sums, scaling, window, softcap)
-    attend_own(query, arena, layer, page_table, lengths, starts, partial, sums, scaling, window, softcap)
-    out: Tensor = merge_partials(partial, sums, lengths, starts, sinks, window, query.dtype)
+    before = _most_segments(_longest(arena, page_table, 0), PREFIX_SEGMENTS)
+    segments = _most_segments(_longest(arena, page_table, window), SEGMENTS)
+    partial, sums = _partials(query, before + segments)
+    rest = (scaling, window, softcap)
+    attend_shared(query, arena, layer, page_table, lengths, starts, members, partial, sums, before, *rest)
+    attend_own(query, arena, layer, page_table, lengths, starts, partial, sums, segments, *rest)
+    out: Tensor = merge_partials(partial, sums, lengths, starts, sinks, segments, window, query.dtype)
     return out
+
+
+def _longest(arena: Tensor, page_table: Tensor, window: int) -> int:
+    """Tokens that a sequence of this table can see."""
+    tokens = page_table.shape[1] * arena.shape[3]
+    return min(tokens, window) if window else tokens
+
+
+def _most_segments(tokens: int, most: int) -> int:
+    """Into how many so many tokens, or fewer, are divided."""
+    return min(most, max(1, -(-tokens // LEAST_SEGMENT)))
 
 
 def _partials(query: Tensor, segments: int) -> tuple[Tensor, Tensor]:
@@ -149,6 +170,42 @@ def _partials(query: Tensor, segments: int) -> tuple[Tensor, Tensor]:
     sequences, heads, size = query.shape
     partial = query.new_empty(sequences, heads, segments, size, dtype=torch.float32)
     return partial, query.new_empty(2, sequences, heads, segments, dtype=torch.float32)
+
+
+@torch.library.custom_op("ullage::attend_at_once", mutates_args=())
+def attend_at_once(
+    query: Tensor,
+    arena: Tensor,
+    layer: int,
+    page_table: Tensor,
+    lengths: Tensor,
+    sinks: Tensor | None,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    """[S, H, d] where every sequence is one segment: nothing is left to merge."""
+    from ullage.model.kernels.paged_triton import attend_at_once as launch
+
+    out = torch.empty(query.shape, dtype=query.dtype, device=query.device)
+    launch(query, arena[layer], page_table, lengths, sinks, out, scaling, window, softcap)
+    return out
+
+
+@attend_at_once.register_fake
+def _(
+    query: Tensor,
+    arena: Tensor,
+    layer: int,
+    page_table: Tensor,
+    lengths: Tensor,
+    sinks: Tensor | None,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> Tensor:
+    del arena, layer, page_table, lengths, sinks, scaling, window, softcap
+    return query.new_empty(query.shape)
 
 
 @torch.library.custom_op("ullage::attend_own", mutates_args=("partial", "sums"))
@@ -161,14 +218,15 @@ def attend_own(
     starts: Tensor | None,
     partial: Tensor,
     sums: Tensor,
+    segments: int,
     scaling: float,
     window: int,
     softcap: float,
 ) -> None:
-    """Fill the last `SEGMENTS` of `partial` and `sums` with attention over each sequence's tokens from its start on."""
+    """Fill the last `segments` of `partial` and `sums` with attention over each sequence's tokens from its start on."""
     from ullage.model.kernels.paged_triton import attend_own as launch
 
-    launch(query, arena[layer], page_table, lengths, starts, partial, sums, scaling, window, softcap)
+    launch(query, arena[layer], page_table, lengths, starts, partial, sums, segments, scaling, window, softcap)
 
 
 @attend_own.register_fake
@@ -181,11 +239,12 @@ def _(
     starts: Tensor | None,
     partial: Tensor,
     sums: Tensor,
+    segments: int,
     scaling: float,
     window: int,
     softcap: float,
 ) -> None:
-    del query, arena, layer, page_table, lengths, starts, partial, sums, scaling, window, softcap
+    del query, arena, layer, page_table, lengths, starts, partial, sums, segments, scaling, window, softcap
 
 
 @torch.library.custom_op("ullage::attend_shared", mutates_args=("partial", "sums"))
@@ -199,14 +258,15 @@ def attend_shared(
     members: Tensor,
     partial: Tensor,
     sums: Tensor,
+    segments: int,
     scaling: float,
     window: int,
     softcap: float,
 ) -> None:
-    """Fill the first `PREFIX_SEGMENTS` of `partial` and `sums` with attention of each group over what it shares."""
+    """Fill the first `segments` of `partial` and `sums` with attention of each group over what it shares."""
     from ullage.model.kernels.paged_triton import attend_shared as launch
 
-    launch(query, arena[layer], page_table, lengths, starts, members, partial, sums, scaling, window, softcap)
+    launch(query, arena[layer], page_table, lengths, starts, members, partial, sums, segments, scaling, window, softcap)
 
 
 @attend_shared.register_fake
@@ -220,11 +280,12 @@ def _(
     members: Tensor,
     partial: Tensor,
     sums: Tensor,
+    segments: int,
     scaling: float,
     window: int,
     softcap: float,
 ) -> None:
-    del query, arena, layer, page_table, lengths, starts, members, partial, sums, scaling, window, softcap
+    del query, arena, layer, page_table, lengths, starts, members, partial, sums, segments, scaling, window, softcap
 
 
 @torch.library.custom_op("ullage::merge_partials", mutates_args=())
@@ -234,14 +295,15 @@ def merge_partials(
     lengths: Tensor,
     starts: Tensor | None,
     sinks: Tensor | None,
+    segments: int,
     window: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    """[S, H, d] of the segments that a sequence has; zeros for a sequence of length 0."""
+    """[S, H, d] of the segments that a sequence has, its own the last `segments`; zeros for one of length 0."""
     from ullage.model.kernels.paged_triton import merge
 
     out = torch.empty(partial.shape[0], partial.shape[1], partial.shape[3], dtype=dtype, device=partial.device)
-    merge(partial, sums, lengths, starts, sinks, window, out)
+    merge(partial, sums, lengths, starts, sinks, segments, window, out)
     return out
 
 
@@ -252,8 +314,9 @@ def _(
     lengths: Tensor,
     starts: Tensor | None,
     sinks: Tensor | None,
+    segments: int,
     window: int,
     dtype: torch.dtype,
 ) -> Tensor:
-    del sums, lengths, starts, sinks, window
+    del sums, lengths, starts, sinks, segments, window
     return partial.new_empty(partial.shape[0], partial.shape[1], partial.shape[3], dtype=dtype)

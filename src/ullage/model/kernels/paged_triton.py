@@ -10,16 +10,14 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ullage.model.kernels.paged import PREFIX_SEGMENTS, SEGMENTS
+from ullage.model.kernels.paged import LEAST_SEGMENT, PREFIX_SEGMENTS, SEGMENTS
 
 TILE_ELEMENTS = 8192
 """Elements of the keys a program reads at once: 16 KiB, as many of the values."""
-LEAST_SEGMENT = 256
-"""Tokens that are worth a segment of their own: each writes and reads back 4 bytes a query head and head element."""
 MOST_ROWS = 128
 """Query rows, at most, of a tile that reads a shared prompt."""
 WARPS, STAGES = 4, 3
-"""The page numbers are loaded ahead of the pages: 3 and 4 stages hold one tile ahead, 5 and 6 hold two."""
+"""Half the warps for wide heads. Page numbers are loaded ahead of pages: 3 and 4 stages hold one tile, 5 and 6 two."""
 SHARED_WARPS, SHARED_STAGES = 4, 3
 """Twice the warps for a tile of more than 64 rows."""
 MERGE_WARPS = 2
@@ -69,11 +67,12 @@ def _attended(  # noqa: ANN202
 
 @triton.jit
 def _own(  # noqa: ANN202
-    query, keys, values, page_table, lengths, starts, partial, largest, total,  # noqa: ANN001
+    query, keys, values, page_table, lengths, starts, partial, largest, total, sinks, out,  # noqa: ANN001
     sequence_stride, head_stride, table_stride, scaling, cap,  # noqa: ANN001
     kv_heads: tl.constexpr, group: tl.constexpr, rows: tl.constexpr, size: tl.constexpr, columns: tl.constexpr,
     page: tl.constexpr, before: tl.constexpr, segments: tl.constexpr, least: tl.constexpr, tile: tl.constexpr,
-    window: tl.constexpr, has_starts: tl.constexpr, has_cap: tl.constexpr,
+    window: tl.constexpr, has_starts: tl.constexpr, has_cap: tl.constexpr, has_sinks: tl.constexpr,
+    at_once: tl.constexpr,
 ):  # fmt: skip
     kv_head, sequence, segment = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths + sequence).to(tl.int32)
@@ -81,7 +80,7 @@ def _own(  # noqa: ANN202
     share = _segment_length(length - first, segments, least, tile)
     begin = first + segment * share
     end = tl.minimum(begin + share, length)
-    if begin < end:
+    if at_once or begin < end:  # what is at once is zero where there is nothing
         row, column = tl.arange(0, rows), tl.arange(0, columns)
         real, head = row < group, kv_head * group + row
         inside = real[:, None] & (column < size)[None, :]
@@ -98,9 +97,22 @@ def _own(  # noqa: ANN202
                 m, s, acc, scaling, cap, kv_heads, size, columns, page, has_cap,
             )  # fmt: skip
         spot = (sequence * kv_heads * group + head) * (before + segments) + before + segment
-        tl.store(partial + spot[:, None] * size + column[None, :], acc, mask=inside)
-        tl.store(largest + spot, m, mask=real)
-        tl.store(total + spot, s, mask=real)
+        if at_once:
+            # As `_merge` computes it of one segment, bit for bit.
+            most = m
+            if has_sinks:
+                sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
+                most = tl.maximum(m, sink)
+            weight = tl.where(s > 0, tl.exp2(m - most), 0.0)
+            mass = tl.where(s > 0, s * weight, 0.0)
+            if has_sinks:
+                mass = mass + tl.exp2(sink - most)
+            acc = acc * weight[:, None] / tl.where(mass > 0, mass, 1.0)[:, None]
+            tl.store(out + spot[:, None] * size + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
+        else:
+            tl.store(partial + spot[:, None] * size + column[None, :], acc, mask=inside)
+            tl.store(largest + spot, m, mask=real)
+            tl.store(total + spot, s, mask=real)
 
 
 @triton.jit
@@ -147,20 +159,22 @@ def _shared(  # noqa: ANN202
 @triton.jit
 def _merge(  # noqa: ANN202
     partial, largest, total, lengths, starts, sinks, out,  # noqa: ANN001
-    size: tl.constexpr, columns: tl.constexpr, before: tl.constexpr, segments: tl.constexpr, slots: tl.constexpr,
-    least: tl.constexpr, tile: tl.constexpr, window: tl.constexpr, has_starts: tl.constexpr, has_sinks: tl.constexpr,
+    size: tl.constexpr, columns: tl.constexpr, before: tl.constexpr, segments: tl.constexpr, shared: tl.constexpr,
+    slots: tl.constexpr, least: tl.constexpr, tile: tl.constexpr, window: tl.constexpr, has_starts: tl.constexpr,
+    has_sinks: tl.constexpr,
 ):  # fmt: skip
     head, sequence = tl.program_id(0), tl.program_id(1).to(tl.int64)
     row = sequence * tl.num_programs(0) + head
     length = tl.load(lengths + sequence).to(tl.int32)
     span = length - _own_start(sequence, length, starts, window, has_starts)
+    # However few there may be, a segment is always added up at the same place: the order of a sum is part of its bits.
     slot, column = tl.arange(0, slots), tl.arange(0, columns)
-    own = slot - before
+    own = slot - shared
     used = (own >= 0) & (own < segments) & (own * _segment_length(span, segments, least, tile) < span)
     if has_starts:
         prompt = tl.load(starts + sequence).to(tl.int32)
         used = used | ((slot < before) & (slot * _segment_length(prompt, before, least, tile) < prompt))
-    spot = row * (before + segments) + slot
+    spot = row * (before + segments) + tl.where(own < 0, slot, before + own)
     m = tl.load(largest + spot, mask=used, other=-float("inf"))
     s = tl.load(total + spot, mask=used, other=0.0)
     most = tl.max(m, 0)
@@ -195,6 +209,20 @@ def _store(  # noqa: ANN202
         tl.store(values + place * width + element, v, mask=inside)
 
 
+def attend_at_once(
+    query: Tensor,
+    layer: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    sinks: Tensor | None,
+    out: Tensor,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> None:
+    _launch_own(query, layer, page_table, lengths, None, None, None, sinks, out, 1, scaling, window, softcap)
+
+
 def attend_own(
     query: Tensor,
     layer: Tensor,
@@ -203,18 +231,42 @@ def attend_own(
     starts: Tensor | None,
     partial: Tensor,
     sums: Tensor,
+    segments: int,
+    scaling: float,
+    window: int,
+    softcap: float,
+) -> None:
+    _launch_own(
+        query, layer, page_table, lengths, starts, partial, sums, None, None, segments, scaling, window, softcap
+    )
+
+
+def _launch_own(
+    query: Tensor,
+    layer: Tensor,
+    page_table: Tensor,
+    lengths: Tensor,
+    starts: Tensor | None,
+    partial: Tensor | None,
+    sums: Tensor | None,
+    sinks: Tensor | None,
+    out: Tensor | None,
+    segments: int,
     scaling: float,
     window: int,
     softcap: float,
 ) -> None:
     sequences, _, size = query.shape
     shape = _shape(query, layer)
-    _own[(shape["kv_heads"], sequences, SEGMENTS)](
-        query, layer[0], layer[1], page_table, lengths, starts, partial, sums[0], sums[1],
+    largest, total = (None, None) if sums is None else sums
+    _own[(shape["kv_heads"], sequences, segments)](
+        query, layer[0], layer[1], page_table, lengths, starts, partial, largest, total, sinks, out,
         query.stride(0), query.stride(1), page_table.stride(0), scaling, softcap or 1.0, **shape,
-        rows=max(16, triton.next_power_of_2(shape["group"])), before=partial.shape[2] - SEGMENTS, segments=SEGMENTS,
-        least=LEAST_SEGMENT, tile=tile_of(size), window=window, has_starts=starts is not None, has_cap=softcap != 0,
-        num_warps=WARPS, num_stages=STAGES,
+        rows=max(16, triton.next_power_of_2(shape["group"])),
+        before=0 if partial is None else partial.shape[2] - segments, segments=segments, least=LEAST_SEGMENT,
+        tile=tile_of(size), window=window, has_starts=starts is not None, has_cap=softcap != 0,
+        has_sinks=sinks is not None, at_once=out is not None,
+        num_warps=WARPS if size <= 64 else WARPS // 2, num_stages=STAGES,
     )  # fmt: skip
 
 
@@ -227,6 +279,7 @@ def attend_shared(
     members: Tensor,
     partial: Tensor,
     sums: Tensor,
+    segments: int,
     scaling: float,
     window: int,
     softcap: float,
@@ -236,10 +289,10 @@ def attend_shared(
     groups, most = members.shape
     all_rows = most * shape["group"]
     rows = min(MOST_ROWS, max(16, triton.next_power_of_2(all_rows)))
-    _shared[(shape["kv_heads"] * triton.cdiv(all_rows, rows), groups, PREFIX_SEGMENTS)](
+    _shared[(shape["kv_heads"] * triton.cdiv(all_rows, rows), groups, segments)](
         query, layer[0], layer[1], page_table, lengths, starts, members, partial, sums[0], sums[1],
         query.stride(0), query.stride(1), page_table.stride(0), most, scaling, softcap or 1.0, **shape,
-        rows=rows, segments=PREFIX_SEGMENTS, after=SEGMENTS, least=LEAST_SEGMENT, tile=tile_of(size),
+        rows=rows, segments=segments, after=partial.shape[2] - segments, least=LEAST_SEGMENT, tile=tile_of(size),
         window=window, has_cap=softcap != 0, num_warps=SHARED_WARPS * (2 if rows > 64 else 1), num_stages=SHARED_STAGES,
     )  # fmt: skip
 
@@ -250,14 +303,16 @@ def merge(
     lengths: Tensor,
     starts: Tensor | None,
     sinks: Tensor | None,
+    segments: int,
     window: int,
     out: Tensor,
 ) -> None:
     sequences, heads, slots, size = partial.shape
+    shared = 0 if starts is None else PREFIX_SEGMENTS
     _merge[(heads, sequences)](
         partial, sums[0], sums[1], lengths, starts, sinks, out,
-        size=size, columns=columns_of(size), before=slots - SEGMENTS, segments=SEGMENTS,
-        slots=triton.next_power_of_2(slots), least=LEAST_SEGMENT, tile=tile_of(size), window=window,
+        size=size, columns=columns_of(size), before=slots - segments, segments=segments, shared=shared,
+        slots=triton.next_power_of_2(shared + SEGMENTS), least=LEAST_SEGMENT, tile=tile_of(size), window=window,
         has_starts=starts is not None, has_sinks=sinks is not None, num_warps=MERGE_WARPS,
     )  # fmt: skip
 

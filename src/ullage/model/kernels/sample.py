@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
-BLOCK = 4096
+BLOCK = 1024
 """Logits of one program."""
 _CHUNK = 1 << 18
 """Logits whose noise is alive at once in the plain twin."""

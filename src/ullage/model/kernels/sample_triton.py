@@ -13,7 +13,7 @@ from triton.language.extra import libdevice
 
 from ullage.model.kernels.sample import BLOCK
 
-WARPS = 8
+WARPS = 1
 
 
 @triton.jit

@@ -13,12 +13,12 @@ from ullage.model.attention import Span
 from ullage.model.head import MIN_ROWS
 from ullage.model.language_model import LanguageModel
 from ullage.rollout.embedded.cuda import Arriving, Readback
-from ullage.rollout.embedded.graphs import Graphs, rung_for
+from ullage.rollout.embedded.graphs import Graphs, Kind, rung_for
 from ullage.rollout.embedded.layouts import PrefillLayout
 from ullage.rollout.embedded.pages import Pages, places_of
 from ullage.rollout.embedded.sampler import ids_of
 from ullage.rollout.embedded.state import SlotState
-from ullage.rollout.embedded.step import append, fast_layers, step
+from ullage.rollout.embedded.step import append, fast_layers, has_kernels, step
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,6 +37,7 @@ class Decoder:
         lag: windows that the host is behind the device.
         deterministic: passes whose shapes hang on nothing but a sample's own length, so that a GPU's products round
             alike in all company: every text by itself, always all rows.
+        share_prefix: read what samples begin with in common once for all of them.
     """
 
     def __init__(
@@ -50,10 +51,14 @@ class Decoder:
         window: int,
         lag: int,
         deterministic: bool,
+        share_prefix: bool,
     ) -> None:
         self.model, self.pages, self.state, self.graphs = model, pages, state, graphs
         self.slots, self.window, self.lag = slots, window, lag
         self._deterministic = deterministic
+        # How a beginning is read rounds differently with others and alone, and others end.
+        self.shares = share_prefix and not deterministic and has_kernels(model)
+        """Whether `state` has to know what rows have in common."""
         self._device = model.target.device
         self._on_cpu = model.target.kind == "cpu"
         self.fast = fast_layers(model)
@@ -82,8 +87,10 @@ class Decoder:
         ends = torch.tensor(lengths).cumsum(0)
         spans = [Span(end - length, length, ()) for end, length in zip(ends.tolist(), lengths, strict=True)]
         layout = PrefillLayout(spans, self.pages.arena, self._put(places), self.model.target)
-        hidden = self.model.hidden(self._put(torch.tensor(ids))[None], self._put(positions)[None], layout)
-        return hidden[self._put(ends[: len(texts)] - 1)].unbind()
+        tokens, last = (self._put(torch.tensor(ids)), self._put(positions)), self._put(ends[: len(texts)] - 1)
+        if self.fast is not None:
+            return self.fast.hidden(*tokens, layout.arena, layout.places, layout.read, last).unbind()
+        return self.model.hidden(tokens[0][None], tokens[1][None], layout)[last].unbind()
 
     def start(self, first_row: int, hidden: list[Tensor], *, truncates: bool) -> Tensor | None:
         """Draw the first token of newcomers in the rows from `first_row` on; gives what `step` does."""
@@ -96,8 +103,8 @@ class Decoder:
         """Steps of the first `count` rows, whose longest has so many pages."""
         if steps and self.graphs.enabled:
             rows = self.slots if self._deterministic else rung_for(count, self.slots)
-            step = partial(self._step, rows, None, truncates=truncates)
-            replay = self.graphs.replay_of((rows, truncates), self.state, step)
+            kind = Kind(rows, truncates, self.state.shares)
+            replay = self.graphs.replay_of(kind, self.state, partial(self._step, *kind))
             if replay is not None:
                 for _ in range(steps):
                     replay()
@@ -108,7 +115,7 @@ class Decoder:
     def step(self, count: int, pages: int, *, truncates: bool) -> Tensor | None:
         """One step, not replayed; gives the ids [rows, V] that top-p and top-k left, where somebody has any."""
         rows = rows_needed(self.slots if self._deterministic else count, self.model)
-        return self._step(rows, pages, truncates=truncates)
+        return self._step(rows, truncates, self.state.shares, pages)
 
     @staticmethod
     def ids_of(support: Tensor) -> list[Tensor]:
@@ -121,8 +128,9 @@ class Decoder:
         self.state.begin_window()
         return arriving
 
-    def _step(self, rows: int, pages: int | None, *, truncates: bool) -> Tensor | None:
-        return step(self.model, self.pages, self.state.rows(0, rows, pages), truncates=truncates, fast=self.fast)
+    def _step(self, count: int, truncates: bool, shares: bool, pages: int | None = None) -> Tensor | None:
+        rows = self.state.rows(0, count, pages)
+        return step(self.model, self.pages, rows, truncates=truncates, shares=shares, fast=self.fast)
 
     def _put(self, values: Tensor) -> Tensor:
         return values.to(self._device, non_blocking=True)

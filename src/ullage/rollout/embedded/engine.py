@@ -12,7 +12,7 @@ from ullage.batch.pack import Limits
 from ullage.model.language_model import LanguageModel
 from ullage.rollout.embedded.cuda import Capture
 from ullage.rollout.embedded.decoder import Decoder, rows_needed
-from ullage.rollout.embedded.graphs import Graphs
+from ullage.rollout.embedded.graphs import Capturing, Graphs
 from ullage.rollout.embedded.pages import Pages, make_arena, pages_for
 from ullage.rollout.embedded.session import Drawn, Session
 from ullage.rollout.embedded.state import SlotState
@@ -42,6 +42,8 @@ class Engine:
         lent: Tensor | None = None,
         window: int | None = None,
         deterministic: bool = False,
+        share_prefix: bool = True,
+        capture: Capturing | None = None,
         say: Callable[[str], None] = lambda line: None,
     ) -> None:
         """
@@ -50,6 +52,9 @@ class Engine:
             lent: memory that nothing else needs while samples are drawn; a cache that fits lies there.
             window: steps between two looks at what was drawn; with more than one the host stays a window behind.
             deterministic: the same tokens on a GPU, too, whatever else is decoded beside them; slower.
+            share_prefix: on a GPU, the samples of a prompt read its keys and values once for all of them; what
+                `deterministic` promises does not allow it.
+            capture: in place of a device that is only traced; CUDA devices have their own.
             say: one line for the user.
         """
         self.model = model
@@ -71,9 +76,9 @@ class Engine:
             dtype=torch.promote_types(model.dtype, torch.float32),
             device=target.device,
         )
-        # A device that is only traced is no device that can capture.
-        captures = target.device.type == "cuda" and _rope_type(model) not in MOVING_ROPES
-        self.graphs = Graphs(Capture(target.device) if captures else None, say)
+        if target.device.type == "cuda":
+            capture = Capture(target.device)
+        self.graphs = Graphs(None if _rope_type(model) in MOVING_ROPES else capture, say)
         self.decoder = Decoder(
             model,
             self.pages,
@@ -83,6 +88,7 @@ class Engine:
             window=window,
             lag=1 if window > 1 else 0,
             deterministic=deterministic,
+            share_prefix=share_prefix,
         )
 
     @property

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from typing import Protocol
+from typing import NamedTuple, Protocol
 
 import torch
 from torch import Tensor
@@ -21,6 +21,16 @@ class Capturing(Protocol):
     def forget(self) -> None: ...
 
 
+class Kind(NamedTuple):
+    """What is fixed in a graph."""
+
+    rows: int
+    truncates: bool
+    """Some row's sampling has a top-p or top-k."""
+    shares: bool
+    """Some rows begin with the same pages."""
+
+
 def rung_for(count: int, slots: int) -> int:
     """The fewest rows, of those that are captured, that hold so many samples: 1, 2, 4 ... 32, 48, 64, 96 ... slots."""
     rung = 1
@@ -30,7 +40,7 @@ def rung_for(count: int, slots: int) -> int:
 
 
 class Graphs:
-    """Replays of steps by their rows and whether they truncate; steps run as they are where they cannot be captured.
+    """Replays of steps by their kind; steps run as they are where they cannot be captured.
 
     Args:
         capture: None: on a device without graphs.
@@ -40,7 +50,7 @@ class Graphs:
     def __init__(self, capture: Capturing | None, say: Callable[[str], None]) -> None:
         self._capture = capture
         self._say = say
-        self._replays: dict[tuple[int, bool], Callable[[], None]] = {}
+        self._replays: dict[Kind, Callable[[], None]] = {}
         self._addresses = 0
 
     @property
@@ -63,9 +73,7 @@ class Graphs:
             self._capture.forget()
         self._addresses = addresses
 
-    def replay_of(
-        self, kind: tuple[int, bool], state: SlotState, step: Callable[[], object]
-    ) -> Callable[[], None] | None:
+    def replay_of(self, kind: Kind, state: SlotState, step: Callable[[], object]) -> Callable[[], None] | None:
         """What replays the step, captured now if it is the first of its kind; None where it has to run as it is."""
         if self._capture is None:
             return None

@@ -3,12 +3,19 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from ullage.model.attention import Extras, PackedLayout, Span, masked_attention
-from ullage.model.kernels.paged import fused_paged_attention, fused_store_kv, paged_attention, store_kv
+from ullage.model.kernels.paged import (
+    fused_paged_attention,
+    fused_store_kv,
+    grouped_paged_attention,
+    paged_attention,
+    store_kv,
+)
 from ullage.model.target import Target
 
 
@@ -25,6 +32,18 @@ class PrefillLayout(PackedLayout):
         self.store(self.arena, layer, key.transpose(0, 1), value.transpose(0, 1), self.places)
         return super().attend(layer, query, key, value, extras)
 
+    def read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
+        """[T, H, d], [T, K, d], [T, K, d] -> [T, H, d]; keys and values are stored already."""
+        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
+        return super().attend(layer, query, key, value, extras)
+
+
+class Shared(NamedTuple):
+    """Beginnings that sequences have in common, as `grouped_paged_attention` takes them."""
+
+    starts: Tensor
+    members: Tensor
+
 
 class DecodeLayout:
     """One new token per sequence, attending over its pages."""
@@ -39,6 +58,8 @@ class DecodeLayout:
         """[S, pages]"""
         self.lengths = lengths
         """[S] cached tokens, the new one included."""
+        self.shared: Shared | None = None
+        """Read once for all that share them, by kernels of our own."""
 
     def attend(self, layer: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
         new_key, new_value, rows = (x.transpose(0, 1) for x in (key, value, query))  # [S, heads, d]
@@ -49,16 +70,12 @@ class DecodeLayout:
     def read(self, layer: int, rows: Tensor, extras: Extras) -> Tensor:
         """Attention of queries [S, H, d] over what is in the cache, the new tokens included."""
         if self.fused:
-            return fused_paged_attention(
-                rows,
-                self.arena,
-                layer,
-                self.page_table,
-                self.lengths,
-                extras.scaling,
-                extras.window,
-                extras.softcap or 0.0,
-                extras.sinks,
+            rest = (extras.scaling, extras.window, extras.softcap or 0.0, extras.sinks)
+            if self.shared is None:
+                return fused_paged_attention(rows, self.arena, layer, self.page_table, self.lengths, *rest)
+            starts, members = self.shared
+            return grouped_paged_attention(
+                rows, self.arena, layer, self.page_table, self.lengths, starts, members, *rest
             )
         if extras.softcap is None and extras.sinks is None:
             return paged_attention(

@@ -7,7 +7,12 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
+from ullage.rollout.embedded.pages import PAGE_SIZE
+from ullage.rollout.embedded.state import LEAST_MEMBERS, MEMBERS
 from ullage.rollout.sampling import Sampling
+
+SHARED_LEAST = 128
+"""Tokens of a shared beginning that are worth reading apart from the rest."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +72,11 @@ class Run:
     """Its place in the order of first admission; 0: not yet."""
 
     @property
+    def whole_pages(self) -> int:
+        """Of its prompt."""
+        return len(self.group.prompt) // PAGE_SIZE
+
+    @property
     def is_fresh(self) -> bool:
         return not self.tokens
 
@@ -80,3 +90,23 @@ class Run:
         if token_ids[-1] in stop_ids and not self.group.sampling.ignore_eos:
             return "stop"
         return "length" if len(self.tokens) == self.group.limit else None
+
+
+def shared_beginnings(rows: Sequence[Run]) -> tuple[list[int], list[list[int]]]:
+    """Of samples in the order of their rows: the tokens that each shares with others, and the rows of each group.
+
+    Who begins with the same page has all whole pages of a prompt in common, which nobody writes to. Not all samples of
+    a request do: some were prefilled again, by themselves or with a prompt that had been dropped.
+    """
+    same: dict[int, list[int]] = {}
+    for row, run in enumerate(rows):
+        if run.whole_pages * PAGE_SIZE >= SHARED_LEAST:
+            same.setdefault(run.pages[0], []).append(row)
+    starts, groups = [0] * len(rows), []
+    for alike in same.values():
+        if len(alike) >= LEAST_MEMBERS:
+            parts = -(-len(alike) // MEMBERS)
+            groups += [alike[part::parts] for part in range(parts)]
+            for row in alike:
+                starts[row] = rows[row].whole_pages * PAGE_SIZE
+    return starts, groups

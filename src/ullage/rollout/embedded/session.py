@@ -20,7 +20,7 @@ from ullage.batch.pack import Limits
 from ullage.rollout.embedded.cuda import Arriving
 from ullage.rollout.embedded.decoder import Decoder, Text
 from ullage.rollout.embedded.pages import PAGE_SIZE, pages_for
-from ullage.rollout.embedded.requests import Drawn, Group, Run
+from ullage.rollout.embedded.requests import Drawn, Group, Run, shared_beginnings
 from ullage.rollout.embedded.state import NOTHING, Row
 from ullage.rollout.sampling import GroupRequest, Sampling
 
@@ -74,6 +74,8 @@ class Session:
         """In the order of the device's rows."""
         self._placed = 0
         """Rows that the device takes for somebody's."""
+        self._reseated = True
+        """Since the device was last told which rows have their beginnings in common."""
         self._windows: deque[_Window] = deque()
         self._supports: dict[int, _Supports] = {}
         self._ready: list[Drawn] = []
@@ -128,6 +130,7 @@ class Session:
     def rehearse(self) -> None:
         """Need the memory of the largest window, without its time or its results."""
         self._admit()
+        self._share()
         self._decoder.run(len(self._rows), 1, self._decoder.state.pages, truncates=_truncates(self._rows))
 
     def close(self) -> None:
@@ -234,7 +237,7 @@ class Session:
         for row, run in enumerate(newcomers, start=first_row):
             run.row, run.entered = row, len(run.pages)
         self._rows += newcomers
-        self._placed = len(self._rows)
+        self._placed, self._reseated = len(self._rows), True
         fresh = [run for run in newcomers if run.is_fresh]
         if not fresh:
             return
@@ -301,6 +304,7 @@ class Session:
         order = [run.row for run in self._rows]
         if order != list(range(self._placed)):
             state.rearrange(order)
+            self._reseated = True
         rows, places, pages = [], [], []
         for row, run in enumerate(self._rows):
             run.row = row
@@ -312,7 +316,14 @@ class Session:
         state.grant(rows, places, pages)
         self._placed = len(self._rows)
 
+    def _share(self) -> None:
+        """The beginnings that rows have in common: their pages are held until rows are put in order again."""
+        if self._reseated and self._decoder.shares:
+            self._decoder.state.share(*shared_beginnings(self._rows))
+        self._reseated = False
+
     def _run_window(self) -> None:
+        self._share()
         rows = self._rows
         steps = min(self._decoder.window, max(run.group.limit - run.bound for run in rows))
         pages = max(len(run.pages) for run in rows)

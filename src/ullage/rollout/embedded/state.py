@@ -1,7 +1,7 @@
 """What the steps of a window read and write, on the device: one row for each sample that is being decoded.
 
 The rows of samples come first. Nothing here is read by the host but the window's tokens and log-probs, all at once.
-Shapes: S rows, P pages of the longest sequence, K steps of a window.
+Shapes: S rows, P pages of the longest sequence, K steps of a window, G groups, M members.
 """
 
 from __future__ import annotations
@@ -16,6 +16,10 @@ from ullage.rollout.sampling import Sampling
 
 NOTHING = -1
 """In place of a token: the row had no sample, or one that had ended."""
+MEMBERS = 16
+"""Rows, at most, whose shared beginning is read at once."""
+LEAST_MEMBERS = 4
+"""Rows, at least: there is room for no more groups."""
 _NUMBERS = ("running", "length", "last", "drawn", "limit", "seed", "ignore_eos", "top_k")
 _FRACTIONS = ("temperature", "top_p")
 
@@ -54,6 +58,10 @@ class Rows(NamedTuple):
     top_p: Tensor
     page_table: Tensor
     """[S, P] int32"""
+    starts: Tensor
+    """int32: tokens of its beginning that a row shares, whole pages; 0: none."""
+    members: Tensor
+    """[G, M] int32: rows that begin with the same pages, `NOTHING` for none; every row with a start is in one group."""
     tokens: Tensor
     """[S, 1 + K] of this window; `NOTHING` where none was drawn. A newcomer's first is in column 0."""
     logprobs: Tensor
@@ -79,10 +87,14 @@ class SlotState:
     ) -> None:
         self.pages = pages
         """Of the longest sequence."""
+        self.shares = False
+        """Whether any rows begin with the same pages; if not, what is noted of that is out of date."""
         self._device = device
         self._numbers = torch.zeros(len(_NUMBERS), rows, dtype=torch.long, device=device)
         self._fractions = torch.ones(len(_FRACTIONS), rows, dtype=dtype, device=device)
         self._page_table = torch.zeros(rows, pages, dtype=torch.int32, device=device)
+        self._starts = torch.zeros(rows, dtype=torch.int32, device=device)
+        self._members = torch.full((_groups(rows), MEMBERS), NOTHING, dtype=torch.int32, device=device)
         self._tokens = torch.full((rows, 1 + window), NOTHING, device=device)
         self._logprobs = torch.zeros(rows, 1 + window, dtype=dtype, device=device)
         self._column = torch.ones(1, dtype=torch.long, device=device)
@@ -103,6 +115,8 @@ class SlotState:
             **numbers,
             **fractions,
             page_table=self._page_table[part, :pages],
+            starts=self._starts[part],
+            members=self._members[: _groups(end - start)],
             tokens=self._tokens[part],
             logprobs=self._logprobs[part],
             column=self._column,
@@ -139,6 +153,15 @@ class SlotState:
         if rows:
             self._page_table[self._put(rows), self._put(places)] = self._put(pages, torch.int32)
 
+    def share(self, starts: Sequence[int], groups: Sequence[Sequence[int]]) -> None:
+        """Note the beginning that each of the first rows shares, and the rows of each group. No others share any."""
+        self.shares = bool(groups)
+        if self.shares:
+            self._starts.copy_(self._put([*starts, *[0] * (len(self._starts) - len(starts))], torch.int32))
+            members = [[*rows, *[NOTHING] * (MEMBERS - len(rows))] for rows in groups]
+            members += [[NOTHING] * MEMBERS] * (len(self._members) - len(members))
+            self._members.copy_(self._put(members, torch.int32))
+
     def begin_window(self) -> None:
         """Forget the tokens of the last one; those of steps are written from column 1 on."""
         self._tokens.fill_(NOTHING)
@@ -162,10 +185,15 @@ class SlotState:
 
     @property
     def _parts(self) -> tuple[Tensor, ...]:
-        return self._numbers, self._fractions, self._page_table, self._tokens, self._logprobs, self._column
+        tables = (self._page_table, self._starts, self._members)
+        return self._numbers, self._fractions, *tables, self._tokens, self._logprobs, self._column
 
     def _put(self, values: Sequence[object], dtype: torch.dtype = torch.long) -> Tensor:
         return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+
+
+def _groups(rows: int) -> int:
+    return max(1, rows // LEAST_MEMBERS)
 
 
 def _top_k(sampling: Sampling) -> int:

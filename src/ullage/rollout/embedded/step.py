@@ -10,22 +10,31 @@ from torch import Tensor
 from ullage.model.fast_decoder import FastDecoder, supports
 from ullage.model.language_model import LanguageModel
 from ullage.rollout.embedded.bookkeeping import feed_fused, feed_plain, note_fused, note_plain
-from ullage.rollout.embedded.layouts import DecodeLayout
+from ullage.rollout.embedded.layouts import DecodeLayout, Shared
 from ullage.rollout.embedded.pages import Pages
 from ullage.rollout.embedded.sampler import draw
 from ullage.rollout.embedded.state import Rows
 
 
 def step(
-    model: LanguageModel, pages: Pages, rows: Rows, *, truncates: bool, fast: FastDecoder | None = None
+    model: LanguageModel,
+    pages: Pages,
+    rows: Rows,
+    *,
+    truncates: bool,
+    shares: bool = False,
+    fast: FastDecoder | None = None,
 ) -> Tensor | None:
     """Feed the last token of each row and draw the next; a row whose sample has ended goes along without effect.
 
-    With `truncates`, some row's sampling has a top-p or top-k: gives the ids [S, V] that they left. `fast`: the model's
-    own layers with fewer kernels.
+    With `truncates`, some row's sampling has a top-p or top-k: gives the ids [S, V] that they left. With `shares`,
+    beginnings that rows have in common are read once, where there are kernels of our own. `fast`: the model's own
+    layers with fewer kernels.
     """
     feed = feed_fused(rows) if has_kernels(model) else feed_plain(rows, pages.scratch)
     layout = DecodeLayout(pages.arena, feed.places, feed.page_table, feed.lengths, model.target)
+    if shares:
+        layout.shared = Shared(rows.starts, rows.members)
     if fast is None:
         hidden = model.hidden(rows.last[None], rows.length[None], layout)
     else:
