@@ -62,6 +62,16 @@ def test_an_update_takes_what_was_measured(row):
     assert step_seconds(measured_layout(row), H200)["update"] == pytest.approx(row["update_s"], rel=0.04)
 
 
+@pytest.mark.parametrize("row", rows("levers"))
+def test_every_lever_takes_what_was_measured(row):
+    assert step_seconds(measured_layout(row), H200)["update"] == pytest.approx(row["update_s"], rel=0.05)
+
+
+def test_gradients_on_the_host_cost_the_optimizer_what_was_measured():
+    (row,) = (row.values[0] for row in rows("levers") if row.values[0]["lever"] == "gradients on host")
+    assert step_seconds(measured_layout(row), H200)["optimizer_step"] == pytest.approx(row["optimizer_s"], rel=0.03)
+
+
 @pytest.mark.parametrize("row", [*rows("speed"), *rows("state")])
 def test_an_optimizer_step_takes_what_was_measured(row):
     """On the device, streamed at three sizes, by the host, and 8-bit with stochastic rounding."""
@@ -101,9 +111,18 @@ def fit_row(row):
 FIT = json.loads((RESULTS / "update_h200_fit.json").read_text(encoding="utf-8"))["fit"]
 
 
-@pytest.mark.parametrize("row", FIT, ids=[row["case"] for row in FIT])
-def test_a_rollout_takes_what_was_measured(row):
-    assert fit_row(row)["rollout"] == pytest.approx(row["seconds"]["rollout"], rel=0.03)
+@pytest.mark.parametrize(("name", "response", "measured"), [("Qwen2.5-0.5B", 256, 0.665), ("Qwen3-8B", 128, 2.02)])
+def test_a_rollout_takes_what_was_measured(name, response, measured):
+    """256 prompts of 128 tokens at once, the third time, on an H200."""
+    settings = {
+        "algorithm.name": "reinforce_plus_plus",
+        "data.train_batch_size": 256,
+        "data.max_prompt_length": 128,
+        "data.max_response_length": response,
+        "actor_rollout_ref.rollout.n": 1,
+        "actor_rollout_ref.rollout.max_num_seqs": 256,
+    }
+    assert timed(settings, find_shape(name))["rollout"] == pytest.approx(measured, rel=0.1)
 
 
 @pytest.mark.parametrize("row", FIT, ids=[row["case"] for row in FIT])
@@ -132,9 +151,9 @@ def test_copies_cost_what_they_take_longer_than_what_they_are_beside():
     assert replace(work, leaving=1.5 * 39e9).seconds(ROUND) == pytest.approx(3.5 + little)
     assert replace(work, leaving=3 * 39e9).seconds(ROUND) == pytest.approx(3 + 2 + 1 + little)
     assert replace(work, leaving=43e9, beside=False).seconds(ROUND) == pytest.approx(5)  # both ways at 43 GB/s
-    # Gradients are bound by the host's sums, three bytes for each that comes, beside the two seconds backward.
-    assert replace(work, gradients=46e9 / 3).seconds(ROUND) == pytest.approx(3)
-    assert replace(work, gradients=46e9).seconds(ROUND) == pytest.approx(4)
+    # Gradients are bound by the host's sums, 4.6 bytes for each that comes, beside the two seconds backward.
+    assert replace(work, gradients=46e9 / 2.3).seconds(ROUND) == pytest.approx(3)
+    assert replace(work, gradients=46e9).seconds(ROUND) == pytest.approx(1 + 4.6)
 
 
 def test_what_ranks_exchange_is_waited_for_and_what_they_gather_comes_beside():
@@ -146,14 +165,16 @@ def test_what_ranks_exchange_is_waited_for_and_what_they_gather_comes_beside():
     assert replace(work, exchanged=100e9).seconds(no_link) == pytest.approx(1.0 + 2.0)
 
 
-def test_decoding_is_bound_by_launches_bandwidth_or_products():
+def test_decoding_takes_kernels_the_cache_and_weights_or_products():
     prefill = Passes(flops=0.77e15, traffic=0, launches=0)
-    work = Decoding(prefill=prefill, steps=100, launches=10, read_bytes=0, flops=0)
-    assert work.seconds(ROUND) == pytest.approx(1 + 1.33)
-    assert replace(work, read_bytes=3e12).seconds(ROUND) == pytest.approx(1 + 100)
-    assert replace(work, flops=0.77e15).seconds(ROUND) == pytest.approx(1 + 100)
+    work = Decoding(prefill=prefill, steps=100, layers=10, weight_bytes=0, read_bytes=0, flops=0)
+    kernels = 100 * 10 * 50e-6
+    assert work.seconds(ROUND) == pytest.approx(1 + kernels)
+    assert replace(work, read_bytes=4e12).seconds(ROUND) == pytest.approx(1 + kernels + 100)
+    assert replace(work, weight_bytes=4e12).seconds(ROUND) == pytest.approx(1 + kernels + 100)
+    assert replace(work, weight_bytes=4e12, flops=1.54e15).seconds(ROUND) == pytest.approx(1 + kernels + 200)
     assert replace(work, gathered=500e9).seconds(ROUND) == pytest.approx(1 + 100)
-    assert replace(work, exchanged=5e9).seconds(ROUND) == pytest.approx(1 + 1.33 + 100 * 0.01)
+    assert replace(work, exchanged=5e9).seconds(ROUND) == pytest.approx(1 + kernels + 100 * 0.01)
 
 
 def test_steps_wait_for_the_slowest_of_what_overlaps():
@@ -237,4 +258,5 @@ def test_a_small_cache_keeps_slots_waiting():
     key = "actor_rollout_ref.rollout.kv_cache_tokens"
     whole = timed({key: 64 * 1024})["rollout"]
     assert whole == timed({})["rollout"]
-    assert timed({key: 16 * 1024})["rollout"] == pytest.approx(4 * whole, rel=0.02)
+    quarter = timed({key: 16 * 1024})["rollout"]  # four rounds, of which each reads the weights
+    assert 3 * whole < quarter < 4 * whole

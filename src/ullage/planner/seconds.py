@@ -27,15 +27,17 @@ COMPILED_TRAFFIC, COMPILED_FORWARD_TRAFFIC = 14.2, 4.7
 """The same with compiled blocks, for each of the fewer bytes that they save (speed, activations)."""
 LOGIT_TRAFFIC, LOGIT_FORWARD_TRAFFIC = 7.5, 2.5
 """The same for each byte of float32 logits (head)."""
-DECODE_LAUNCH = 1.33e-3
-"""Seconds that decoding spends on a decoder layer for one token of every slot, whatever the model's width: kernels are
-launched one by one (fit: 24.5 s for 36 layers and 512 tokens; 32 and 64 slots). Lower it when the engine is faster."""
+DECODE_LAYER = 50e-6
+"""Seconds of a layer in one step of a captured graph beside its bytes and products: a dozen kernels, one after another
+(256 slots on an H200: steps of 0.5B at 256 tokens and of a Qwen3-8B at 192 take 1.84 and 10.1 ms)."""
 DECODE_NORMS, DECODE_ADAPTERS = 1.2, 1.35
-"""Times as long with norms of queries and keys, and with adapters (fit: 8B, 32B LoRA)."""
+"""Times as long with norms of queries and keys, and with adapters: as before there were graphs."""
 LAUNCH = 1.33e-3
-"""Seconds below which no pass gets through a layer in one direction, however few its tokens: taken to be the same."""
-DECODE_SHARE = 0.6
-"""Of the specified bandwidth, where decoding is bound by it: what good engines reach; not measured here yet."""
+"""Seconds below which no pass gets through a layer in one direction, however few its tokens (fit, without graphs)."""
+SELECTIVE_LAUNCHES = 3.56
+"""Times as many where the host decides for every operator whether its result is kept (levers: recompute matmuls)."""
+DECODE_SHARE = 0.8
+"""Of the specified bandwidth, while decoding (the same two)."""
 PCIE_ONE_WAY, PCIE_BOTH, PCIE_BESIDE = 0.86, 0.73, 0.78
 """Of one direction's specified rate: alone (activations: sync), with the other direction busy too (speed: streamed),
 and beside computation (activations: async)."""
@@ -43,6 +45,9 @@ OFFLOAD_COST = 0.003
 """Of the computation, for offload that is hidden behind it (activations: async 20 %)."""
 HOST_BANDWIDTH = 46e9
 """Bytes a second that the host's cores read and write, 16 of them (state: host, 28 bytes for each parameter)."""
+GRADIENT_SUMS, GRADIENT_STEP = 4.6, 12.6
+"""Bytes that they read and write for each byte of gradients that they add up, and for each in the optimizer's step
+(levers: gradients on host)."""
 STEP_BASE = 0.067
 """Seconds of the optimizer's step beside its bytes (speed: streamed, the three sizes)."""
 STEP_TRAFFIC = 70.0
@@ -54,8 +59,8 @@ FORMULAS = (
     f"{LAUNCH * 1e3:g} ms for each layer and direction",
     "FLOPs = 2 for each parameter and token, and causal attention; twice that backward (adapters: once); "
     "once more for layers that are recomputed",
-    f"rollout = rounds x response x the longest of: layers x {DECODE_LAUNCH * 1e3:g} ms, (weights + slots x KV) / "
-    f"({DECODE_SHARE:g} bandwidth), FLOPs",
+    f"rollout = rounds x response x (layers x {DECODE_LAYER * 1e6:g} us + (slots x KV + logits) / "
+    f"({DECODE_SHARE:g} bandwidth) + the longer of weights / ({DECODE_SHARE:g} bandwidth) and FLOPs)",
     f"optimizer = {STEP_BASE:g} s + {STEP_TRAFFIC:g} bytes a parameter / bandwidth, or its state / "
     f"({PCIE_BOTH:g} PCIe) where it rests on the host",
     "copies beside computation cost what they take longer than it",
@@ -81,7 +86,7 @@ class Passes:
     beside: bool = True
     """They do so beside the computation."""
     gradients: float = 0.0
-    """Bytes of gradients that go to the host and are added there beside the backward pass: not measured."""
+    """Bytes of gradients that go to the host and are added there beside the backward pass."""
     gathered: float = 0.0
     """Bytes of weights and gradients that a rank sends to others beside the computation, where they are shared out."""
     exchanged: float = 0.0
@@ -97,7 +102,7 @@ class Passes:
     def _waits(self, forward: float, backward: float, gpu: GPU) -> float:
         """What copies take longer than the computation beside them."""
         beside = PCIE_BESIDE * gpu.pcie_gbs * 1e9
-        added = max(self.gradients / beside, 3 * self.gradients / HOST_BANDWIDTH)  # two read, one written
+        added = max(self.gradients / beside, GRADIENT_SUMS * self.gradients / HOST_BANDWIDTH)
         waits = max(0.0, added - backward)
         if self.leaving and self.beside:
             each = self.leaving / beside
@@ -113,9 +118,11 @@ class Decoding:
 
     prefill: Passes
     steps: int
-    launches: float
-    """Layers of one step, weighted by how long their kinds take to start."""
+    layers: float
+    """Of one step, weighted by how long their kinds take."""
+    weight_bytes: float
     read_bytes: float
+    """The cache's, and what the sampler writes and reads."""
     flops: float
     """Of one step."""
     gathered: float = 0.0
@@ -123,9 +130,10 @@ class Decoding:
     """Of one step, as in `Passes`."""
 
     def seconds(self, gpu: GPU) -> float:
-        read = self.read_bytes / (DECODE_SHARE * gpu.bandwidth * 1e9)
-        rate = MATMUL_SHARE * gpu.tflops_bf16 * 1e12
-        step = max(self.launches * DECODE_LAUNCH, read, self.flops / rate, self.gathered / _link(gpu))
+        bandwidth, rate = DECODE_SHARE * gpu.bandwidth * 1e9, MATMUL_SHARE * gpu.tflops_bf16 * 1e12
+        products = max(self.weight_bytes / bandwidth, self.flops / rate)
+        computed = self.layers * DECODE_LAYER + self.read_bytes / bandwidth + products
+        step = max(computed, self.gathered / _link(gpu))
         return self.prefill.seconds(gpu) + self.steps * (step + self.exchanged / _link(gpu))
 
 
@@ -189,8 +197,9 @@ def sampling_work(layout: Layout) -> dict[str, Work]:
     decoding = Decoding(
         prefill=_forward(layout, shape, _batch(layout, prompts, 0, passes, split=1), head=False),
         steps=-(-samples // slots) * data.max_response_length,
-        launches=shape.layers * kinds,
-        read_bytes=_weight_bytes(layout, shape) + slots * middle * shape.kv_bytes_per_token * layout.width / 2,
+        layers=shape.layers * kinds,
+        weight_bytes=_weight_bytes(layout, shape),
+        read_bytes=slots * (middle * shape.kv_bytes_per_token * layout.width / 2 + 8 * shape.vocabulary),
         flops=slots * 2 * shape.active_parameters,
         gathered=exchange.others(layout.sharding.shards) * layout.roles.actor_weights().bytes,
         exchanged=exchange.of_matrices(layout, shape, slots),
@@ -239,7 +248,7 @@ def optimizer_work(layout: Layout) -> dict[str, Work]:
         traffic=STEP_TRAFFIC * trained + ROUND_TRAFFIC * rounded + BYTE_TRAFFIC * eight,
         into=(state if streamed else 0) + arriving,
         out=state if streamed else 0,
-        by_host=2 * arriving,  # their norm, and zeros for the next: not measured
+        by_host=GRADIENT_STEP * arriving,
     )
     return {"optimizer_step": steps}
 
@@ -364,7 +373,7 @@ def _update(layout: Layout, role: Trained) -> Passes:
         + (3 + again) * weights
         + 4 * gradients
         + LOGIT_TRAFFIC * 4 * shape.vocabulary * head,
-        launches=(2 + again) * passes * shape.layers,
+        launches=(2 + again) * passes * shape.layers * (SELECTIVE_LAUNCHES if chosen.recompute == "matmuls" else 1),
         forward=1 / (1 + backward + again),
         leaving=_leaving(layout, role, batch),
         beside=chosen.activation_offload == "async",
