@@ -1,5 +1,6 @@
 """Work in several processes: as much at once as memory allows, all of it done, failures told."""
 
+import os
 from functools import partial
 
 from ullage.bench.memory_workers import Job, Room, one_by_one, side_by_side
@@ -26,6 +27,12 @@ def test_all_jobs_are_done_and_failures_are_outcomes():
     assert found[2] == {"number": 2}
     assert isinstance(found[1], ValueError)
     assert [done.number for done, _ in one_by_one(jobs, lambda: 10.0)] == [0, 1, 2]
+
+
+def test_fresh_processes_do_one_job_each():
+    jobs = [job(number, work=os.getpid) for number in range(3)]
+    found = {outcome for _, outcome in side_by_side(jobs, 1, ROOM, lambda: 10.0, fresh=True)}
+    assert len(found) == 3
 
 
 def test_what_there_is_no_time_for_is_left_out():

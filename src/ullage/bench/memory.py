@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from ullage.base.errors import UsageError
 from ullage.bench.clock import free, synchronize
 from ullage.bench.fit import capped
-from ullage.bench.memory_draws import MODELS, SMALL, Draw, capped_first, draws, seconds, step_host_bytes
+from ullage.bench.memory_draws import MODELS, SMALL, Draw, at_most, capped_first, draws, seconds, step_host_bytes
 from ullage.bench.memory_records import CAP, DRAWN, MEASURED, PREDICTED, Records, provenance
 from ullage.bench.memory_workers import Job, Room, one_by_one, side_by_side
 from ullage.bench.report import GIB
@@ -31,6 +31,8 @@ from ullage.planner.hardware import GPU, find_gpu
 from ullage.planner.seconds import step_seconds
 from ullage.run.traced_plan import stand_in_of
 
+SHARE = 1.15
+"""Of the predicted least capacity, which a config gets for itself where several run at once."""
 FACTORS = (1.03, 0.97)
 """Of the predicted least capacity: a run must go through under the first and fail under the second."""
 CONTEXT = 2 * GIB
@@ -177,8 +179,8 @@ class Bench:
             if promised is None:
                 self.failures.append(f"measure {draw.number}: it has no prediction")
             elif not self.records.find(MEASURED, draw.key):
-                # Without a cap the allocator takes more than it must.
-                jobs.append(_job(draw, promised, 1.15, partial(measured, draw, target, self.rehearse)))
+                share = int(SHARE * promised["least_bytes"]) if self.workers > 1 else None
+                jobs.append(_job(draw, promised, SHARE, partial(measured, draw, target, self.rehearse, share)))
         return self._done(jobs, target)
 
     def caps(self, target: Target, count: int) -> bool:
@@ -202,7 +204,10 @@ class Bench:
         """Work them off, and write down what each found; False where time ran out before the last."""
         if self.workers > 1:
             room = Room(int(0.97 * target.memory_bytes), int(0.85 * psutil.virtual_memory().available))
-            outcomes = side_by_side(jobs, self.workers, room, self.seconds_left)
+            fresh = any(
+                job.factor is None for job in jobs
+            )  # host memory is that of a process that has run nothing else
+            outcomes = side_by_side(jobs, self.workers, room, self.seconds_left, fresh=fresh)
         else:
             outcomes = one_by_one(jobs, self.seconds_left)
         done = 0
@@ -295,15 +300,21 @@ def predicted(draw: Draw, gpu: GPU, predictor: Predictor) -> dict[str, Any]:
         "closed_form_host_bytes": step_host_bytes(layout),
         "trace": dict(traced.phases),
         "least_bytes": traced.least_bytes,
-        "host_bytes": traced.host_bytes,
+        "host_bytes": at_most(layout, traced.host_bytes),
         "rivals": {name: rule(layout) for name, rule in RIVALS.items()},
         "step_seconds": {name: round(value, 4) for name, value in step_seconds(layout, gpu).items()},
         "seconds": {name: round(value, 4) for name, value in taken.items()},
     }
 
 
-def measured(draw: Draw, target: Target, work: Rehearse) -> dict[str, Any]:
-    """One step on the device as it is."""
+def measured(draw: Draw, target: Target, work: Rehearse, share: int | None = None) -> dict[str, Any]:
+    """One step on the device as it is, or with so many bytes of it where others run beside."""
+    with capped(share and share / GIB, target):
+        row = _measured(draw, target, work)
+    return row if share is None else row | {"device_bytes": 0}  # of the whole device
+
+
+def _measured(draw: Draw, target: Target, work: Rehearse) -> dict[str, Any]:
     cleared(target)
     before = torch.cuda.memory_allocated(target.device) if target.kind == "cuda" else 0
     host = MemoryProbe(Target("cpu", 0, (0, 0), 0))  # the process's resident memory; what is pinned is part of it

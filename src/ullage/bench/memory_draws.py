@@ -20,6 +20,7 @@ from ullage.config.tree import Config
 from ullage.planner.components import CONTEXT
 from ullage.planner.model_shape import Shape
 from ullage.planner.phases import Layout
+from ullage.planner.storage import made_bytes
 
 _LLAMA = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": MAX_POSITIONS, "head_dim": 64}
 MODELS: dict[str, dict[str, Any]] = {
@@ -135,10 +136,20 @@ def fits(draw: Draw, memory_bytes: int) -> bool:
     return max(phase.allocated_bytes for phase in draw.layout.phases()) + CONTEXT <= DEVICE_SHARE * memory_bytes
 
 
+BUFFERS = ("optimizer", "gradients", "activations", "roles")
+"""What a step holds in host memory."""
+
+
 def step_host_bytes(layout: Layout) -> int:
     """Host memory of the process in a step: nothing is read from files, written or scored there."""
     held = layout.host()
-    return sum(held[name] for name in ("process", "optimizer", "gradients", "activations", "roles"))
+    return held["process"] + at_most(layout, sum(held[name] for name in BUFFERS))
+
+
+def at_most(layout: Layout, buffers: int) -> int:
+    """Host memory, beside the process itself, of a step with so many bytes of buffers."""
+    adapters, copied = made_bytes(layout)
+    return max(adapters, buffers + copied)
 
 
 # --- chance ---

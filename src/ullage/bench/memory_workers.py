@@ -56,12 +56,18 @@ def one_by_one(jobs: Sequence[Job], seconds_left: Callable[[], float]) -> Iterat
             yield job, error
 
 
-def side_by_side(jobs: Sequence[Job], workers: int, room: Room, seconds_left: Callable[[], float]) -> Iterator[Outcome]:
-    """Those that there is time for, the largest first; the order of outcomes is by chance."""
+def side_by_side(
+    jobs: Sequence[Job], workers: int, room: Room, seconds_left: Callable[[], float], *, fresh: bool = False
+) -> Iterator[Outcome]:
+    """Those that there is time for, the largest first; the order of outcomes is by chance.
+
+    `fresh`: each in a process that has done nothing before.
+    """
     waiting = sorted(jobs, key=lambda job: job.device_bytes, reverse=True)
     running: dict[Future[Row], Job] = {}
     # A process that has seen CUDA cannot be forked.
-    with ProcessPoolExecutor(workers, mp_context=get_context("spawn")) as pool:
+    spawn, once = get_context("spawn"), 1 if fresh else None
+    with ProcessPoolExecutor(workers, mp_context=spawn, max_tasks_per_child=once) as pool:
         while waiting or running:
             for job in list(waiting):
                 if len(running) < workers and room.has(job, list(running.values())) and seconds_left() >= job.seconds:

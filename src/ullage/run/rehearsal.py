@@ -91,6 +91,7 @@ class Rehearsal:
         self._architecture = architecture
         self._critic_architecture = critic_architecture or architecture
         self.algorithm: Algorithm = compose(config)
+        replays = replays or Replays(enabled=config.memory.replay)
         with phase("load"):
             model = self._actor_model(config, target)
         self.actor = make_actor(config, model, Solo(), phase, replays)
