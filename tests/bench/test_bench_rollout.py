@@ -47,7 +47,7 @@ def test_the_small_form_is_written_down(tmp_path, capfd):
     assert written["command"] == "ullage bench rollout --only tiny"
     rows = written["tiny"]
     assert printed == {"tiny": rows}
-    engines = [row["engine"] for row in rows]
+    engines = [row["engine"] for row in rows if row["engine"] != "trl"]  # which may not be installed
     assert engines == ["ullage", "generate", "ullage", "ullage", "ullage, read apart", "ullage, prompts apart"]
     assert [row["workload"] for row in rows][:2] == ["4 x (8 + 6)"] * 2
     # Float32 on a CPU: everybody gives the log-probs of the same weights.

@@ -328,8 +328,11 @@ def checkpoint(module: PreTrainedModel, recompute: bool) -> None:
         module.gradient_checkpointing_disable()
 
 
-def trl_trainer(module: PreTrainedModel, folder: str, target: Target) -> Any:  # noqa: ANN401 -- trl's own
-    """TRL's GRPO with all else at its defaults, over a model that is already there; it never samples."""
+def trl_trainer(module: PreTrainedModel, folder: str, target: Target, exact_length: int | None = None) -> Any:  # noqa: ANN401 -- trl's own
+    """TRL's GRPO with all else at its defaults, over a model that is already there.
+
+    `exact_length`: of what it samples, where it does.
+    """
     trl: Any = importlib.import_module("trl")
     datasets: Any = importlib.import_module("datasets")
     from tokenizers import Tokenizer
@@ -343,6 +346,8 @@ def trl_trainer(module: PreTrainedModel, folder: str, target: Target) -> Any:  #
         use_cpu=target.kind == "cpu",
         per_device_train_batch_size=COMMON_GROUP,
         num_generations=COMMON_GROUP,
+        max_completion_length=exact_length or 256,  # its default
+        generation_kwargs={"min_new_tokens": exact_length} if exact_length else None,
     )
     return trl.GRPOTrainer(
         model=module,

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import importlib.util
 import random
 import statistics
+import tempfile
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass, replace
@@ -15,7 +17,7 @@ from torch import Tensor
 
 from ullage.base.seeds import derive
 from ullage.bench.clock import free, synchronize
-from ullage.bench.peers import twin
+from ullage.bench.peers import trl_trainer, twin
 from ullage.bench.report import GIB
 from ullage.bench.roofline import H200, Ceiling, cache_bytes, decode_seconds, prefill_seconds
 from ullage.bench.shapes import shape_config, shaped_model
@@ -93,18 +95,21 @@ def measured(work: Workload, target: Target, *, rounds: int = 3, ceiling: Ceilin
         contenders["ullage, prompts apart"] = contest.apart
     if work.peer:
         contenders["generate"] = contest.generate
+        if importlib.util.find_spec("trl") is not None:
+            contenders["trl"] = contest.trl
     times: dict[str, list[float]] = {name: [] for name in contenders}
+    peaks: dict[str, int] = dict.fromkeys(contenders, 0)
     found: dict[str, list[Sample]] = {}
     for turn in range(WARM_CALLS + rounds):
         for name, draw in contenders.items():
-            began = time.perf_counter()
-            found[name] = draw()
-            synchronize(target)
+            seconds, peak, found[name] = contest.timed(draw)
             if turn >= WARM_CALLS:
-                times[name].append(time.perf_counter() - began)
+                times[name].append(seconds)
+                peaks[name] = max(peaks[name], peak)
+    first, _, _ = contest.timed(contest.first_tokens)
     floor = contest.floor_seconds(ceiling)
-    for name, seconds in times.items():
-        taken = statistics.median(seconds)
+    for name in contenders:
+        taken = statistics.median(times[name])
         yield {
             "shape": work.shape,
             "workload": contest.text,
@@ -112,9 +117,11 @@ def measured(work: Workload, target: Target, *, rounds: int = 3, ceiling: Ceilin
             "seconds": round(taken, 4),
             "tokens_per_s": round(work.drawn / taken),
             "of_roofline_percent": round(100 * floor / taken, 1) if target.kind == "cuda" else None,
+            "first_tokens_s": round(first, 4) if name == "ullage" else None,
+            "times_as_fast": round(statistics.median(times["generate"]) / taken, 2) if work.peer else None,
             "kv_bytes_a_token": cache_bytes(model.module.config),
             "arena_gib": round(contest.arena_bytes(name) / GIB, 3),
-            "peak_gib": round(contest.peak(contenders[name]) / GIB, 2),
+            "peak_gib": round(peaks[name] / GIB, 2),
             "logprob_gap": contest.gap(found[name]),
         }
 
@@ -134,6 +141,7 @@ class Contest:
         self.engine = Engine(model, slots=slots, max_length=longest)
         # Hugging Face's attention, over the same weights.
         self.peer: Any = twin(model.module, "sdpa") if work.peer else None
+        self._trl: Any = None
 
     @cached_property
     def reads_apart(self) -> Engine:
@@ -159,6 +167,19 @@ class Contest:
         """Every sample with a prompt of its own, as if nobody knew that they are the same."""
         wanted = [(prompt, 1, length) for prompt, length in self._pairs() for _ in range(self.work.samples)]
         return [replace(sample, group=sample.group // self.work.samples) for sample in self._draw(wanted, self.engine)]
+
+    def first_tokens(self) -> list[Sample]:
+        """The prompts, and one token of each sample."""
+        return self._draw([(prompt, self.work.samples, 1) for prompt in self.prompts], self.engine)
+
+    def trl(self) -> list[Sample]:
+        """As its trainer generates where it has no vLLM; it gives no log-probs then."""
+        length = self.work.responses[0]
+        if self._trl is None:
+            with tempfile.TemporaryDirectory() as folder:
+                self._trl = trl_trainer(self.peer, folder, self.target, exact_length=length)
+        completions, _ = self._trl._generate_single_turn([list(prompt) for prompt in self.prompts], None, {}, 1)
+        return [_sample(i, tuple(row), ()) for i, row in enumerate(completions)]
 
     def generate(self) -> list[Sample]:
         return self._generate(self.prompts, self.work.responses[0], scored=False)
@@ -197,12 +218,16 @@ class Contest:
         """Of the cache that the most pages in use at once take."""
         return 0 if name == "generate" else self.engine.pages.arena.nbytes
 
-    def peak(self, draw: Callable[[], list[Sample]]) -> int:
-        if self.target.kind != "cuda":
-            return 0
-        torch.cuda.reset_peak_memory_stats(self.target.device)
-        draw()
-        return int(torch.cuda.max_memory_allocated(self.target.device))
+    def timed(self, draw: Callable[[], list[Sample]]) -> tuple[float, int, list[Sample]]:
+        """Seconds, peak bytes on the device, and what was drawn."""
+        on_device = self.target.kind == "cuda"
+        if on_device:
+            torch.cuda.reset_peak_memory_stats(self.target.device)
+        began = time.perf_counter()
+        samples = draw()
+        synchronize(self.target)
+        seconds = time.perf_counter() - began
+        return seconds, int(torch.cuda.max_memory_allocated(self.target.device)) if on_device else 0, samples
 
     @torch.no_grad()
     def gap(self, samples: list[Sample]) -> float:

@@ -94,7 +94,7 @@ def _rollout(arguments: argparse.Namespace) -> int:
     def rows(part: str) -> Iterator[dict[str, Any]]:
         for work in rollout.WORKLOADS[part]():
             if arguments.shapes is None or work.shape in arguments.shapes:
-                yield from rollout.measured(work, target, rounds=1 if small else 3)
+                yield from rollout.measured(work, target, rounds=1 if small else 2)
 
     command = "ullage bench rollout --only " + " ".join(wanted)
     out = arguments.out or RESULTS / f"rollout_{target.kind}.json"
