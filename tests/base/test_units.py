@@ -2,7 +2,7 @@
 
 import pytest
 
-from ullage.base.units import bytes_text, seconds_text
+from ullage.base.units import bytes_of, bytes_text, seconds_text
 
 
 @pytest.mark.parametrize(
@@ -28,3 +28,18 @@ def test_bytes(count, text):
 )
 def test_seconds(seconds, text):
     assert seconds_text(seconds) == text
+
+
+@pytest.mark.parametrize(
+    ("text", "count"),
+    [
+        ("24GiB", 24 << 30),
+        (" 1.5 tib", 3 << 39),
+        ("2TB", 2 * 10**12),
+        ("24gb", 24 * 10**9),
+        ("24", None),
+        ("-1GiB", None),
+    ],
+)
+def test_sizes(text, count):
+    assert bytes_of(text) == count

@@ -17,8 +17,11 @@ def test_what_a_machine_can_train(capsys):
     assert main(["advise", "--gpu", "4090 x2"]) == 0
     told = capsys.readouterr().out
     assert told.startswith("2x RTX 4090: 23.6 GiB usable on each GPU; 64 prompts x 8 samples a step, 512 + 1536 tokens")
-    rows = [line.split()[:2] for line in told.splitlines()[3:9]]
+    lines = told.splitlines()[3:15]
+    rows = [line.split()[:2] for line in lines[::2]]
     assert rows == [[method, name] for method in ("full", "LoRA", "QLoRA") for name in ("GRPO", "PPO")]
+    assert all(line.startswith("        memory.optimizer_state=streamed ") for line in lines[1::2])  # no GPU is large
+    assert "memory.offload_roles=true" in lines[3]
     assert "- a pass = FLOPs / (0.77 TFLOP/s) + bytes" in told
     assert "--ram" in told
 
@@ -29,8 +32,9 @@ def test_what_a_machine_would_hold_between_its_gpus(capsys):
     head, rest = told.split("\nwith weights shared out over the 4 GPUs, which Ullage cannot do yet:\n\n")
     assert "sharding" not in head
     rows = rest.splitlines()
-    assert rows[0].split()[-2:] == ["sharding", "settings"]
+    assert rows[0].split()[-1] == "sharding"
     assert rows[1].startswith("full    GRPO ")
+    assert rows[2].startswith("        memory.")
 
 
 def test_what_a_model_needs(capsys):
@@ -39,6 +43,15 @@ def test_what_a_model_needs(capsys):
     assert told.startswith("Qwen2.5-0.5B: 0.49 billion parameters; 64 prompts x 8 samples a step, 256 + 768 tokens")
     assert "$" in told
     assert "cost of 1,000 steps = 1000 x seconds x USD an hour / 3600" in told
+
+
+def test_what_a_model_rests_on_is_said(capsys):
+    assert main(["advise", "DeepSeek-V3"]) == 0
+    told = capsys.readouterr().out.splitlines()
+    assert "- adapters and quantisation leave experts as they are" in told
+    assert "- Ullage does not run latent attention yet; its cache would hold whole keys" in told
+    assert main(["advise", "--gpu", "T4"]) == 0
+    assert "- T4 has no bf16 in its tensor cores: Ullage does not train on it" in capsys.readouterr().out
 
 
 def test_json_of_what_a_machine_can_train(capsys):
@@ -62,7 +75,7 @@ def test_json_of_what_a_model_needs(capsys):
     ("words", "code", "says"),
     [
         (["advise"], 2, "give a model or --gpu"),
-        (["advise", "8B", "--gpu", "h200"], 2, "give a model or --gpu"),
+        (["advise", "8B", "--gpu", "h200"], 2, "for both, `ullage plan 8B --gpu 'h200'`"),
         (["advise", "--gpu", "h201"], 2, "nearest: H20, H200"),
         (["advise", "--gpu", "h200", "--ram", "lots"], 2, "'lots' is no size"),
         (["advise", "8B", "--ram", "64GiB"], 2, "--ram without --gpu"),

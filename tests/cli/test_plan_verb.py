@@ -9,7 +9,9 @@ from pathlib import Path
 
 import pytest
 
+from ullage.base.units import bytes_text
 from ullage.cli import main
+from ullage.planner.components import PROCESS
 
 SOURCE = Path(__file__).parents[2] / "src"
 
@@ -67,7 +69,9 @@ def test_it_draws(tmp_path, capsys):
     assert main.main(["plan", "0.5B", "--gpu", "24GiB", "--html", str(page)]) == 0
     assert "update" in page.read_text(encoding="utf-8")
     assert main.main(["plan", "0.5B", "--html", str(tmp_path / "none" / "plan.html")]) == 74
-    assert "fits: " not in capsys.readouterr().err
+    *_, cause, remedy = capsys.readouterr().err.splitlines()
+    assert cause.endswith("none/plan.html: No such file or directory")
+    assert remedy == "  fix: make the folder and make it writable"
 
 
 def test_it_explains_every_number(capsys):
@@ -79,6 +83,20 @@ def test_it_explains_every_number(capsys):
     assert "\nseconds:\n  a pass = FLOPs / " in told
 
 
+def test_it_says_what_every_part_is(capsys):
+    words = ["plan", "Qwen2.5-7B", "--gpu", "h200"]
+    assert main.main([*words, "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    named = {name for phase in told["phases"] for name in phase["components"]}
+    assert set(told["parts"]) == named >= {"weights", "graphs", "slack"}
+    for phase in told["phases"]:
+        assert sum(phase["components"].values()) == phase["total_bytes"]  # captured graphs too
+    assert "counts against the device in every phase" in told["parts"]["graphs"]
+    assert main.main([*words, "--explain"]) == 0
+    explained = capsys.readouterr().out
+    assert f"\n  graphs = {told['parts']['graphs']}\n" in explained
+
+
 def test_it_explains_what_takes_nothing_and_where_numbers_were_read(capsys):
     lent = ["memory.gradients=weights", "actor_rollout_ref.rollout.max_num_seqs=64"]
     assert main.main(["plan", "Qwen2.5-7B", "--gpu", "h200", "--explain", *lent]) == 0
@@ -86,7 +104,8 @@ def test_it_explains_what_takes_nothing_and_where_numbers_were_read(capsys):
     assert "gather = 0 B = nothing: the embedded engine reads the trainer's own weights" in told
     assert re.search(r"(working_layer|head) = 0 B = (prefill|decode): [\d,]+ B, less than", told)
     assert re.search(r"kv_cache = 0 B = [\d,]+ B, lying in the gradients' memory", told)
-    assert "\n  process = 2.5 GiB = a rank with torch, CUDA and transformers loaded: measured\n" in told
+    process = bytes_text(PROCESS)
+    assert f"\n  process = {process} = a rank with torch, CUDA and transformers loaded: measured\n" in told
     assert "\n  pinned, of these = " in told
     assert "\n  final = 14.2 GiB = the actor's weights\n" in told
     assert re.search(r"\n  rollout = [\d.]+ s  \[prefill: flops=.*steps=[\d,]+, ", told)
@@ -118,9 +137,9 @@ def test_a_trace_decides_where_it_is_asked_for(tmp_path, capsys):
     assert list(traced["phases"]) == ["load", "rollout", "logprob", "update"]
     assert max(traced["phases"].values()) <= traced["least_bytes"]
     update = next(phase for phase in told["phases"] if phase["name"] == "update")
-    context, slack = (update["components"][name] for name in ("context", "slack"))
+    around, slack = (sum(update["components"][name] for name in names) for names in (("context", "graphs"), ("slack",)))
     # What is planned is what was traced, and three percent for the allocator.
-    assert update["total_bytes"] - context == pytest.approx(1.03 * traced["phases"]["update"], abs=4)
+    assert update["total_bytes"] - around == pytest.approx(1.03 * traced["phases"]["update"], abs=4)
     assert slack != 0
     assert main.main(["plan", "8B", "--trace"]) == 2
     assert capsys.readouterr().err.startswith("ullage: error: --trace needs --gpu")
@@ -163,7 +182,11 @@ def test_a_config_file_names_its_model(tmp_path, capsys):
         ([""], 66, "no model is named"),
         (["8B", "memory.recomput=full"], 78, "memory.recompute"),
         (["8B", "memory.budget=lots"], 78, "memory.budget"),
-        (["8B", "memory.budget=100MiB"], 2, "too small for a GPU"),
+        (["8B", "memory.budget=100MiB"], 78, "memory.budget = 100MiB: too small for a GPU"),
+        (["8B", "memory.budget=24"], 78, "memory.budget = 24: must be a size with its unit, such as 24GiB, or auto"),
+        (["8B", "--gpu", "4090 x0"], 2, "'4090 x0': 0 GPUs"),
+        (["8B", "--gpu", "4090 x-2"], 2, "'4090 x-2': -2 GPUs"),
+        (["8B", "data.max_response_length=-5"], 78, "data.max_response_length = -5: must be a whole number above 0"),
         (["8B", "--ram", "64GiB"], 2, "--ram needs --gpu"),
         (["8B", "--gpu", "h200", "--ram", "lots"], 2, "'lots' is no size"),
         (["9000B"], 66, "between 0.2B and 2000B"),
@@ -255,4 +278,54 @@ def test_what_was_guessed_is_said():
     told = told_by_the_command("8B", "--gpu", "24GiB").stdout
     assert "8B: a dense shape between Qwen2.5-7B and Qwen2.5-14B is assumed" in told
     assert "24GiB: the speed of " in told
-    assert "host memory suffices" in told
+    assert "host memory suffices; say what there is with --ram" in told
+
+
+@pytest.mark.parametrize(
+    ("words", "line"),
+    [
+        (
+            ["--gpu", "4090", "memory.budget=50GiB"],
+            "memory.budget = 50GiB: there are only 23.6 GiB, which is what counts",
+        ),
+        (["--gpu", "MI300X"], "MI300X is no CUDA device: Ullage does not train on it"),
+        (["--gpu", "T4"], "T4 has no bf16 in its tensor cores: Ullage does not train on it"),
+    ],
+)
+def test_a_machine_that_is_not_as_asked_is_said(words, line, capsys):
+    assert main.main(["plan", "Qwen2.5-0.5B", *words]) == 0
+    assert f"\n  {line}\n" in capsys.readouterr().out
+
+
+def test_where_nothing_helps_that_is_said(capsys):
+    assert main.main(["plan", "DeepSeek-V3", "--gpu", "4060 Ti", "--ram", "64GiB"]) == 0
+    told = capsys.readouterr().out
+    assert "\ndoes not fit: the weights alone are 1249.9 GiB of " in told  # said before the host
+    assert "\nnothing known here would make it fit: no setting, no adapter, no GPU; take a smaller model\n" in told
+
+
+def test_a_folder_without_weights_is_planned_and_that_is_said(tmp_path, capsys):
+    known = {"hidden_size": 64, "num_attention_heads": 4, "num_hidden_layers": 2, "intermediate_size": 96}
+    (tmp_path / "config.json").write_text(json.dumps(known | {"model_type": "llama", "vocab_size": 100}))
+    line = "\n  there are no weights (*.safetensors) beside the config.json, which is what these numbers are of\n"
+    assert main.main(["plan", str(tmp_path), "--gpu", "4090"]) == 0
+    assert line in capsys.readouterr().out
+    (tmp_path / "model.safetensors").touch()
+    assert main.main(["plan", str(tmp_path), "--gpu", "4090"]) == 0
+    assert line not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("text", "told"),
+    [
+        ('{"a":', "not valid JSON: Expecting value"),
+        ('{"hidden_size": "512"}', "its config has '512' as hidden_size"),
+        ('{"model_type": "gpt2"}', "layers of model type gpt2 are not known here"),
+    ],
+)
+def test_a_models_config_that_cannot_be_used_is_two_lines(text, told, tmp_path, capsys):
+    (tmp_path / "config.json").write_text(text)
+    assert main.main(["plan", str(tmp_path)]) == 66
+    shown = capsys.readouterr().err
+    assert told in shown
+    assert len(shown.splitlines()) == 2

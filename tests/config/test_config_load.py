@@ -118,6 +118,9 @@ def test_a_wrong_key_is_not_reported_again_by_the_rules_that_read_it():
         ("trainer.seed=1.5", "trainer.seed = 1.5: must be a whole number"),
         ("trainer.seed=true", "trainer.seed = true: must be a whole number"),
         ("trainer.project_name=7", "trainer.project_name = 7: must be text; put it in quotes"),
+        ("memory.budget=24", "memory.budget = 24: must be a size with its unit, such as 24GiB, or auto"),
+        ("memory.budget=null", "memory.budget = null: must be a size with its unit, such as 24GiB, or auto"),
+        ("memory.budget=24GX", "memory.budget = '24GX': must be a size with its unit, such as 24GiB, or auto"),
         ("trainer.logger=[console,wandbb]",
          "trainer.logger[1] = 'wandbb': must be one of 'console', 'tensorboard', 'wandb'"),
         ("actor_rollout_ref.actor.ppo_max_token_len_per_gpu=big", "actor_rollout_ref.actor.ppo_max_token_len_per_gpu "

@@ -17,7 +17,6 @@ from ullage.planner.advise import (
     what_it_would_need,
     what_would_fit,
 )
-from ullage.planner.fixes import trains
 from ullage.planner.hardware import Machine, find_gpu, parse_machine
 from ullage.planner.model_shape import bundled_shapes, find_shape
 from ullage.planner.plan import plan
@@ -92,7 +91,7 @@ def test_what_a_model_needs_is_ordered_by_cost_and_every_entry_fits():
         assert costs == sorted(costs)
         assert len(costs) > 10
         assert all(each.option.peak_bytes <= each.machine.gpu.memory_bytes for each in advice)
-        assert all(trains(each.machine.gpu) for each in advice)
+        assert all(each.machine.gpu.trains for each in advice)
         known = [each for each in advice if each.machine.host_bytes]
         assert all(each.option.host_bytes * each.machine.count <= each.machine.host_bytes for each in known)
         smallest = min(each.machine.gpu.memory_bytes for each in advice)
@@ -135,9 +134,9 @@ def test_machines_that_would_hold_a_large_model_are_told_where_few_gpus_hold_it_
 
 
 def test_cards_without_bf16_or_cuda_are_not_proposed():
-    assert not trains(find_gpu("T4"))
-    assert not trains(find_gpu("MI300X"))
-    assert trains(find_gpu("A10G"))
+    assert not find_gpu("T4").trains
+    assert not find_gpu("MI300X").trains
+    assert find_gpu("A10G").trains
 
 
 def test_nothing_fits_is_an_answer():

@@ -207,6 +207,18 @@ def test_host_memory_limits_what_moves_there():
     assert not choose(shape, config, replace(poor, host_bytes=20 * GIB)).fits
 
 
+def test_where_the_host_has_too_little_for_anything_the_choice_needs_least_of_it():
+    """A file of moments and master, 12 bytes of 7.6 B parameters, is written from host memory whatever is chosen."""
+    shape, config, poor = find_shape("Qwen2.5-7B"), config_of({}), replace(H200, host_bytes=4 * GIB)
+    choice = choose(shape, config, poor)
+    assert not choice.fits
+    layout = Layout(shape, settled(config, choice.values))
+    host = layout.host()
+    assert {name for name, count in host.items() if count} == {"process", "checkpoint"}
+    assert host["checkpoint"] == 12 * shape.parameters
+    assert peak_phase(layout).total_bytes <= H200.gpu.memory_bytes
+
+
 def test_what_earlier_runs_measured_counts():
     shape, config = find_shape("Qwen2.5-7B"), config_of({})
     plain, more = (choose(shape, config, H200, scale=scale) for scale in ({}, {"update": 1.5}))

@@ -6,7 +6,7 @@ import pytest
 
 from ullage.config.load import load_mapping
 from ullage.config.settle import ACTOR_TOKENS
-from ullage.planner.fixes import least, trains
+from ullage.planner.fixes import least
 from ullage.planner.hardware import find_gpu, gpus, parse_machine
 from ullage.planner.model_shape import find_shape
 from ullage.planner.plan import plan
@@ -49,7 +49,7 @@ def test_every_fix_makes_it_fit(settings, gpu):
         if fix.change.startswith("--gpu"):
             name = fix.change.split("'")[1]
             fixed = planned(settings, name)
-            smaller = [card for card in gpus() if trains(card) and card.memory_bytes < find_gpu(name).memory_bytes]
+            smaller = [card for card in gpus() if card.trains and card.memory_bytes < find_gpu(name).memory_bytes]
             assert all(card.memory_bytes < fix.peak_bytes for card in smaller)
         else:
             fixed = planned(changed(settings, fix), gpu)

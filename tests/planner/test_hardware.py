@@ -333,6 +333,9 @@ def test_nodes_and_host_memory():
         ("8x potato", "'potato'", "for example h200"),
         ("", "''", "for example h200"),
         ("0x4090", "0 GPUs", "1 or more"),
+        ("4090 x-2", "-2 GPUs", "from 1 to 999"),
+        ("4090 x1.5", "1.5 GPUs", "from 1 to 999"),
+        ("4090 x1000", "1000 GPUs", "from 1 to 999"),
         ("100MiB", "too small", "1GiB"),
     ],
 )
@@ -351,3 +354,11 @@ def test_no_nodes_is_refused():
 def test_gpus_are_read_once():
     assert gpus() is gpus()
     assert instances()[0].machine.gpu in gpus()
+
+
+def test_a_size_has_the_speed_of_a_card_that_ullage_trains_on():
+    for size in range(6, 200):
+        like = find_gpu(f"{size}GiB")
+        assert like.trains, size
+        assert like.assumptions == (like.assumption,)
+    assert find_gpu("h200").assumptions == ()

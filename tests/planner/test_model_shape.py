@@ -161,7 +161,7 @@ def test_what_is_not_known_is_told_in_one_line(given, words):
         (QWEN2 | {"model_type": "qwen2_moe"}, "no num_experts and no num_experts_per_tok and no moe_intermediate_size"),
         (MIXTRAL | {"num_local_experts": "8"}, "'8' as num_local_experts"),
         ({key: value for key, value in QWEN2.items() if key != "vocab_size"}, "has no vocab_size"),
-        (QWEN2 | {"num_hidden_layers": "28"}, "has no num_hidden_layers"),
+        (QWEN2 | {"num_hidden_layers": "28"}, "has '28' as num_hidden_layers"),
         (QWEN2 | {"model_type": "gpt2"}, "model type gpt2"),
     ],
 )

@@ -103,8 +103,10 @@ def update_and_step(row):
     a = Pass(tokens=tokens, positions=tokens * carry // fed, compiled=made.config.memory.compile)
     stays = sum(term.bytes for term in made.resident() if term.name != "kv_cache")
     stays += c.buffers(backward=True, ranks=1).bytes
-    step = c.step_transient(made.actor.optim.optimizer, rounded=not made.has_master).bytes
-    return stays + sum(term.bytes for term in made.backward(made.actor, a)), stays + step
+    # These were measured with a step that made copies of a piece: 16 MiB for AdamW, 64 for rounded SGD, 156 for rounded
+    # 8-bit AdamW; none are left.
+    copied = 4 + (0 if made.has_master else 12) + (24 if made.actor.optim.optimizer == "adamw_8bit" else 0)
+    return stays + sum(term.bytes for term in made.backward(made.actor, a)), stays + copied * c.PIECE
 
 
 @pytest.mark.parametrize(
@@ -185,7 +187,7 @@ def test_the_critics_step_needs_its_weights_here():
     step = next(phase for phase in made.phases() if phase.name == "optimizer_step")
     assert step.components["weights"] == 2 * SHAPES["1.5B"].parameters + 2 * SHAPES["1.5B"].trunk_parameters
     moments = 8 * SHAPES["1.5B"].parameters + c.moments(made.critic.parameters, "adamw_8bit").bytes
-    assert step.components["optimizer"] == moments + 40 * c.PIECE
+    assert step.components["optimizer"] == moments
 
 
 def test_adapters_need_no_copy_for_the_reference_and_the_critic_can_share_the_weights():

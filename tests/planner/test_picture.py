@@ -8,12 +8,15 @@ from html.parser import HTMLParser
 import pytest
 
 from ullage.base.errors import ConfigError, WriteError
+from ullage.base.units import bytes_text
 from ullage.config.load import load_mapping
+from ullage.planner.bars import COLOURS
 from ullage.planner.components import GIB, Term
 from ullage.planner.hardware import parse_machine
 from ullage.planner.model_shape import find_shape
+from ullage.planner.parts import PARTS
 from ullage.planner.phases import Phase
-from ullage.planner.picture import COLOURS, draw_html, draw_png
+from ullage.planner.picture import draw_html, draw_png
 from ullage.planner.plan import plan
 
 
@@ -95,6 +98,44 @@ def test_every_number_is_there_as_text():
     assert {text for tag, text in page.texts if tag == "li"} >= {"weights", "kv cache", *made().assumptions}
     for lever in made().levers:
         assert ("code", lever.change) in page.texts
+
+
+def test_every_part_says_what_it_is():
+    rows = Page(draw_html(plan(find_shape("Qwen2.5-7B"), load_mapping({}).config, parse_machine("h200"))))
+    cells = [text for tag, text in rows.texts if tag == "td"]
+    assert cells[cells.index("graphs") + 1].startswith("pool of the captured steps of decoding (CUDA graphs): reserved")
+    assert COLOURS["graphs"] in {each["fill"] for each in rows.of("rect")}
+    assert list(COLOURS) == list(PARTS)
+
+
+def shared_out():
+    """A run that does not fit one GPU, but would all eight."""
+    return plan(find_shape("Llama-3.1-70B"), load_mapping({"algorithm.name": "grpo"}).config, parse_machine("h100 x8"))
+
+
+def test_weights_shared_out_have_a_chart_of_their_own():
+    whole = shared_out()
+    page = Page(draw_html(whole))
+    title = f"Shared out over 8 GPUs ({whole.spread.sharding.text}) it would fit, which Ullage cannot do yet"
+    assert ("h2", title) in page.texts
+    after = page.texts[page.texts.index(("h2", title)) :]
+    for phase in whole.spread.phases:
+        assert ("title", f"{phase.name}: {bytes_text(phase.total_bytes)}") in after
+    ids = [each["id"] for each in page.of("title") if "id" in each]
+    assert len(ids) == len(set(ids)) == len(whole.phases) + len(whole.spread.phases)
+    assert sum(each["fill"] == COLOURS["gather"] for each in page.of("rect")) > 0
+    told = {text for tag, text in page.texts if tag == "li"}
+    assert any(text.startswith("by formula only: Ullage does not shard yet (") for text in told)
+    fitting = plan(find_shape("Qwen2.5-7B"), load_mapping({}).config, parse_machine("h100 x8"))
+    assert not any("hared out" in text for _, text in Page(draw_html(fitting)).texts)
+
+
+def test_a_png_has_the_chart_of_weights_shared_out_below(tmp_path):
+    pytest.importorskip("matplotlib")
+    whole, path = shared_out(), tmp_path / "plan.png"
+    draw_png(whole, path)
+    phases = len(whole.phases) + len(whole.spread.phases)
+    assert struct.unpack(">II", path.read_bytes()[16:24]) == (1500, round(150 * (1 + 2 * 1.2 + 0.45 * phases)))
 
 
 def test_without_a_machine_there_is_no_line():

@@ -14,7 +14,7 @@ from ullage.planner.phases import Layout
 from ullage.planner.plan import plan
 from ullage.planner.seconds import step_seconds
 from ullage.planner.sharding import Sharding, divides, shardings
-from ullage.planner.spread import best_spread, more_gpus
+from ullage.planner.spread import best_spread, more_gpus, thinnest
 
 GIB = 2**30
 GRPO = load_mapping({"algorithm.name": "grpo"}).config
@@ -83,12 +83,24 @@ def test_more_gpus_are_the_fewest_that_hold_it():
     one, shape = parse_machine("16GiB"), find_shape("Qwen2.5-7B")
     fix = more_gpus(shape, GRPO, one)
     assert fix.change == "--gpu '16GiB x2'"
-    assert fix.alters == "weights, gradients and state shared out over 2 GPUs, which Ullage cannot do yet"
+    shared = "weights, gradients and state shared out over 2 GPUs (data 2, shards 2)"
+    assert fix.alters == f"{shared}, which Ullage cannot do yet"
     assert least(shape, GRPO, one) > 16 * GIB >= fix.peak_bytes
     assert plan(shape, GRPO, replace(one, count=2)).spread is not None
     assert plan(shape, GRPO, one).fixes[-1] == fix
     large = more_gpus(find_shape("Qwen2.5-72B"), GRPO, parse_machine("4090 x2"))
-    assert large.change == "--gpu 'RTX 4090 x8' --nodes 4"
+    assert large.change == "--gpu 'RTX 4090 x8'"
     fewer = Sharding(data=16, shards=16)
     assert least(find_shape("Qwen2.5-72B"), GRPO, parse_machine("4090 x8", 2), {}, fewer) > 23.6 * GIB
     assert more_gpus(find_shape("DeepSeek-V3"), GRPO, parse_machine("4060 Ti")) is None
+
+
+def test_layers_too_large_to_gather_are_held_in_parts():
+    """One layer's experts are 23 GB; three copies of it and its gradients in float32 are more than an H200 has."""
+    node, shape = parse_machine("h200 x8"), find_shape("DeepSeek-V3")
+    whole = Sharding(data=128, shards=128)
+    assert least(shape, GRPO, replace(node, nodes=16), {}, whole) > node.gpu.memory_bytes
+    fix = more_gpus(shape, GRPO, node)
+    assert fix.change == "--gpu 'H200 x8' --nodes 2"
+    assert "over 16 GPUs (data 2, tensor 8, shards 2)" in fix.alters
+    assert thinnest(shape, GRPO, replace(node, nodes=2)) == (Sharding(data=2, tensor=8, shards=2), fix.peak_bytes)

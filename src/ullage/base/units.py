@@ -2,7 +2,7 @@
 
 import re
 
-UNITS = {"gib": 2**30, "g": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
+UNITS = {"tib": 2**40, "t": 2**40, "tb": 10**12, "gib": 2**30, "g": 2**30, "gb": 10**9, "mib": 2**20, "mb": 10**6}
 SIZE = re.compile(rf"(\d+(?:\.\d+)?)\s*({'|'.join(UNITS)})", re.IGNORECASE)
 
 

@@ -12,6 +12,7 @@ from ullage.planner.advise import (
     SHOWN,
     SPEEDS,
     Advice,
+    assumed,
     base_config,
     least_bytes,
     what_fits,
@@ -39,7 +40,10 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
     del overrides
-    if (arguments.model is None) == (arguments.gpu is None):
+    if arguments.model is not None and arguments.gpu is not None:
+        both = f"for both, `ullage plan {arguments.model} --gpu {arguments.gpu!r}`"
+        raise UsageError("give a model or --gpu, not both", both)
+    if arguments.model is None and arguments.gpu is None:
         raise UsageError("give a model or --gpu", 'such as `ullage advise --gpu "4090 x2"` or `ullage advise 8B`')
     if arguments.ram and not arguments.gpu:
         raise UsageError("--ram without --gpu", "it describes the machine that you have")
@@ -104,7 +108,7 @@ def _show_needs(shape: Shape, context: int, *, as_json: bool) -> None:
         lines += ["", f"with weights shared out over a machine's GPUs, {NOT_YET}:", ""]
         shared = [_shared_row(advice) for each in spread.values() for advice in each]
         lines += _table([(*_NEED_COLUMNS[:2], "each GPU", *_NEED_COLUMNS[3:-1], "sharding", "settings"), *shared])
-    lines += ["", *([f"- {shape.assumption}"] if shape.assumption else []), *_notes(None)]
+    lines += ["", *(f"- {text}" for text in assumed(shape, context)), *_notes(None)]
     _print(lines)
 
 
@@ -153,8 +157,8 @@ def _named(method: str, algorithm: str) -> tuple[str, str]:
 
 def _keys(advice: Advice) -> str:
     settings = {} if advice.option is None else advice.option.settings
-    told = [f"{key}={value}" for key, value in settings.items() if not key.startswith(_ALREADY_SAID)]
-    return " ".join(told)
+    told = {key: str(value).lower() for key, value in settings.items() if not key.startswith(_ALREADY_SAID)}
+    return " ".join(f"{key}={value}" for key, value in told.items()) or "-"
 
 
 def _workload(context: int) -> str:
@@ -165,17 +169,22 @@ def _workload(context: int) -> str:
 
 
 def _notes(machine: Machine | None) -> list[str]:
-    notes = [] if machine is None or not machine.gpu.assumption else [machine.gpu.assumption]
+    notes = [] if machine is None else [*machine.gpu.assumptions]
     if machine is not None and machine.host_bytes is None:
         notes.append("host memory is taken to suffice; say what there is with --ram")
     notes.append("every GPU holds a whole replica: more of them are faster, not larger")
+    notes.append("below a row: keys that differ from their defaults there; `ullage train` chooses them by itself")
     return [f"- {note}" for note in (*notes, *SPEEDS)]
 
 
 def _table(rows: list[tuple[str, ...]]) -> list[str]:
-    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    lines = ("  ".join(cell.ljust(width) for cell, width in zip(row, widths, strict=True)) for row in rows)
-    return [line.rstrip() for line in lines]
+    """In columns, but for the settings of a row, which are longer than a line: they go below it."""
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
+    lines = []
+    for *cells, settings in rows:
+        lines.append("  ".join(cell.ljust(width) for cell, width in zip(cells, widths, strict=True)).rstrip())
+        lines += [] if settings in ("-", "settings") else [f"{'':8}{settings}"]
+    return lines
 
 
 def _print(lines: list[str]) -> None:

@@ -116,11 +116,10 @@ def _draw(made: Plan, arguments: argparse.Namespace) -> None:
     """After the plan was told: a picture that cannot be written must not hide it."""
     if not (arguments.png or arguments.html):
         return
-    from ullage.planner.picture import draw_html, draw_png
-    from ullage.telemetry.run_directory import write_atomically
+    from ullage.planner.picture import draw_png, write_html
 
     if arguments.html:
-        write_atomically(arguments.html, draw_html(made))
+        write_html(made, arguments.html)
     if arguments.png:
         draw_png(made, arguments.png)
 
@@ -143,6 +142,8 @@ def _told(made: Plan, *, explain: bool) -> Iterator[str]:
     yield from _section("chosen, the fastest that fits:" if made.fits else "chosen, what needs least:", chosen)
     fixes = [(fix.change, f"{bytes_text(fix.peak_bytes)}: {fix.alters}") for fix in made.fixes]
     yield from _section("what would fit, the cheapest change first:", fixes)
+    if made.fits is False and not (made.fixes or made.spread):
+        yield from ("", "nothing known here would make it fit: no setting, no adapter, no GPU; take a smaller model")
     if made.spread:
         yield from _spread(made.spread, made.capacity_bytes, explain=explain)
     levers = [

@@ -9,7 +9,7 @@ from ullage.base import extensions
 from ullage.base.units import bytes_of
 from ullage.config import verl_keys
 from ullage.config.problems import Problem, raise_if_any
-from ullage.config.tree import Config
+from ullage.config.tree import Config, Memory
 
 _ACTOR = "actor_rollout_ref.actor."
 _ROLLOUT = "actor_rollout_ref.rollout."
@@ -187,7 +187,8 @@ def _memory(config: Config) -> Iterator[Problem]:
         if not isinstance(share, str) and not 0 <= share <= 1:
             yield Problem(f"memory.{key}", share, "a share of the layers must lie between 0 and 1")
     if memory.budget != "auto" and bytes_of(memory.budget) is None:
-        yield Problem("memory.budget", memory.budget, "must be a size with its unit, such as 24GiB, or auto")
+        wants = Memory.model_fields["budget"].description
+        yield Problem("memory.budget", memory.budget, f"must be {wants}")
 
 
 def _curriculum(config: Config) -> Iterator[Problem]:

@@ -93,7 +93,9 @@ def _last(path: str) -> str:
 
 
 def describe_field(field: FieldInfo) -> str:
-    """What a field accepts, in words: "a whole number above 0, or 'auto'"."""
+    """What a field accepts, in words: "a whole number above 0, or 'auto'"; its own, where its type says too little."""
+    if field.description:
+        return field.description
     if field.metadata:
         return _describe_number(field.annotation, field.metadata)
     return describe(field.annotation)

@@ -318,7 +318,7 @@ class Memory(Section):
     Keys on auto are set by the planner to the fastest combination that fits the budget.
     """
 
-    budget: str = "auto"
+    budget: str = Field(default="auto", description="a size with its unit, such as 24GiB, or auto")
     """Device memory that the run may use, such as 24GiB; auto: all there is."""
 
     rounding: Literal["master", "stochastic"] = "master"

@@ -126,7 +126,7 @@ def _problem(path: str, inside: tuple[int | str, ...], at: object, value: object
         case (str(name),) if get_origin(field.annotation) is dict:
             return Problem(f"{path}.{name}", at, "must be " + describe(get_args(field.annotation)[1]))
     wants = describe_field(field)
-    unquoted = field.annotation in (str, str | None) and isinstance(value, int | float)
+    unquoted = wants in ("text", "text, or null") and isinstance(value, int | float)
     return Problem(path, value, f"must be {wants}" + ("; put it in quotes" if unquoted else ""))
 
 

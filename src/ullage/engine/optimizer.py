@@ -21,7 +21,17 @@ from ullage.base.seeds import derive
 from ullage.config.tree import Optim
 from ullage.engine.gradients import Gradients, HostGradients, global_norm
 from ullage.engine.placement import OnDevice, OnHost, Piece
-from ullage.engine.rules import SGD, AdamW, AdamW8bit, Hyper, Place, Rule, StateTensor, round_stochastically_
+from ullage.engine.rules import (
+    SGD,
+    AdamW,
+    AdamW8bit,
+    Hyper,
+    Place,
+    Rule,
+    StateTensor,
+    round_stochastically_,
+    step_fused_,
+)
 from ullage.engine.streams import host_buffer
 
 MASTER = "master"
@@ -46,7 +56,8 @@ class Optimizer:
 
     Args:
         seed: of stochastic rounding; random bits follow from it, the step and the weight's place alone.
-        piece: elements stepped at once, a multiple of 256; what a step needs beside the state grows with it.
+        piece: elements stepped at once, a multiple of 256; what a step needs beside the state grows with it, but where
+            one kernel does it all and nothing comes from the host it needs nothing, and a piece is a parameter.
     """
 
     def __init__(
@@ -69,6 +80,9 @@ class Optimizer:
         assert all(p.dtype == dtype and p.is_contiguous() for p in self.parameters), "one dtype, no gaps"
         self._half = dtype in HALF
         self._wide = torch.float32 if self._half else dtype
+        # A trace on `meta` stands for a CUDA device, also where it pretends to step on the host.
+        on_cuda = self.parameters[0].device.type in ("cuda", "meta") and self.levers.state != "host"
+        self._fused = on_cuda and dtype == torch.bfloat16
         check(config, self.levers, dtype)
         self._rule: Rule = RULES[config.optimizer](self._wide)
         self._collected = self._make_gradients(dtype)
@@ -112,10 +126,13 @@ class Optimizer:
         )
 
         def step_piece(piece: Piece, weights: Tensor, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
+            place = Place(derive(self.seed, self.num_steps, piece.name), piece.start)
+            if self._fused:
+                step_fused_(weights, state.get(MASTER), gradient, state, hyper, place, scale=scale)
+                return
             gradient = gradient.to(self._wide)
             if scale != 1:
                 gradient.mul_(scale)
-            place = Place(derive(self.seed, self.num_steps, piece.name), piece.start)
             work = state[MASTER] if MASTER in state else weights.to(self._wide)
             self._rule.step_(work, gradient, state, hyper, place)
             if MASTER in state:
@@ -221,6 +238,8 @@ class Optimizer:
 
     def _make_placement(self, piece: int) -> OnDevice | OnHost:
         device, on_host = self.parameters[0].device, self._collected.on_host
+        if self._fused and self.levers.state == "device" and not on_host:
+            piece = max(p.numel() for p in self.parameters)  # nothing is staged and nothing made: fewest launches
         pieces = [*self._pieces(piece)]
         if self.levers.state == "host":
             return OnHost(device, pieces, self._wide, gradient=on_host)

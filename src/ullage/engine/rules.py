@@ -15,9 +15,8 @@ import torch
 from torch import Tensor
 
 from ullage.base.seeds import derive
+from ullage.model.kernels.step import BLOCK, step_
 
-BLOCK = 256
-"""Moments that share a scale in 8 bits, as in arXiv:2110.02861."""
 SMALLEST_IN_8_BITS = 4096
 """Parameters with fewer elements keep float32 moments, as there: norms and biases are few, and sensitive."""
 
@@ -45,15 +44,18 @@ class Place:
 
     def bits(self, count: int, purpose: str, device: torch.device) -> Tensor:
         """[count] uniform whole numbers below 65536."""
-        key = derive(self.seed, purpose)
-        first, second = _signed(key & 0xFFFFFFFF), _signed(key >> 31)
+        first, second = self.words(purpose)
         # Products and sums are taken modulo 2**32; the multipliers are those of the lowbias32 hash, which leaves no
         # visible order in consecutive numbers. The second word keeps two streams from being one, shifted.
-        x = torch.arange(self.start, self.start + count, device=device, dtype=torch.int32)
-        x.add_(first)
+        x = torch.arange(count, device=device, dtype=torch.int32).add_(first)
         x.bitwise_xor_(_shifted(x, 16)).mul_(0x7FEB352D)
         x.bitwise_xor_(_shifted(x, 15)).add_(second).mul_(_signed(0x846CA68B))
         return x.bitwise_xor_(_shifted(x, 16)).bitwise_and_(0xFFFF)
+
+    def words(self, purpose: str) -> tuple[int, int]:
+        """Two int32 that these bits follow from: what an element's number within the piece is added to, and a key."""
+        key = derive(self.seed, purpose)
+        return _signed(key + self.start), _signed(key >> 31)
 
 
 @dataclass(frozen=True, slots=True)
@@ -131,14 +133,15 @@ class AdamW8bit:
             return
         beta1, beta2 = hyper.betas
         gradient = gradient.float()
-        mean = decode(state["exp_avg"], state["exp_avg_scale"]).lerp_(gradient, 1 - beta1)
+        # Operations that round once on every device: none that it may fuse, no division by a number (CUDA multiplies).
+        mean = decode(state["exp_avg"], state["exp_avg_scale"]).sub_(gradient).mul_(beta1).add_(gradient)
         square = decode(state["exp_avg_sq"], state["exp_avg_sq_scale"]).mul_(beta2)
-        square.addcmul_(gradient, gradient, value=1 - beta2)
+        square.add_(gradient.square().mul_(1 - beta2))
         bits = place.bits(len(work), "exp_avg", work.device)
         encode(mean, state["exp_avg"], state["exp_avg_scale"], bits)
         bits = place.bits(len(work), "exp_avg_sq", work.device)
         encode(square, state["exp_avg_sq"], state["exp_avg_sq_scale"], bits)
-        root = square.div_(1 - beta2**hyper.step).sqrt_().add_(hyper.eps)
+        root = square.mul_(1 / (1 - beta2**hyper.step)).sqrt_().add_(hyper.eps)
         work.mul_(1 - hyper.learning_rate * hyper.weight_decay)
         work.sub_(mean.div_(root).mul_(hyper.learning_rate / (1 - beta1**hyper.step)))
 
@@ -158,6 +161,41 @@ class SGD:
         work.mul_(1 - hyper.learning_rate * hyper.weight_decay).add_(gradient, alpha=-hyper.learning_rate)
 
 
+def step_fused_(
+    weights: Tensor,
+    master: Tensor | None,
+    gradient: Tensor,
+    state: Mapping[str, Tensor],
+    hyper: Hyper,
+    place: Place,
+    *,
+    scale: float,
+) -> None:
+    """Any of these rules on bfloat16 weights on CUDA, in one pass; which it is follows from the state.
+
+    Args:
+        master: of the weights; without one they are rounded stochastically.
+        scale: of the gradient.
+    """
+    beta1, beta2 = hyper.betas
+    step_(
+        weights,
+        gradient,
+        master,
+        state.get("exp_avg"),
+        state.get("exp_avg_scale"),
+        state.get("exp_avg_sq"),
+        state.get("exp_avg_sq_scale"),
+        scale,
+        1 - hyper.learning_rate * hyper.weight_decay,
+        hyper.learning_rate / (1 - beta1**hyper.step if "exp_avg" in state else 1),
+        hyper.betas,
+        1 / (1 - beta2**hyper.step),
+        hyper.eps,
+        [word for purpose in ("exp_avg", "exp_avg_sq", "rounding") for word in place.words(purpose)],
+    )
+
+
 # --- 8-bit moments ---
 
 
@@ -172,10 +210,11 @@ def encode(values: Tensor, codes: Tensor, scales: Tensor, bits: Tensor) -> None:
     torch.amax(size, -1, out=scales)
     share = size.div_(scales.clamp(min=torch.finfo(torch.float32).tiny)[:, None])
     top = _top(codes)
-    # Only operations that round correctly, so that CPUs, GPUs, vectors and their remainders agree.
+    # Only operations that round correctly, so that CPUs, GPUs, vectors and their remainders agree; a root may be wrong
+    # in its last bit on a CPU, which at worst names the code's neighbour and gives it odds of one, or of none.
     low = share.sqrt().sqrt_().mul_(top).floor_().clamp_(max=top - 1)
-    below = _power(low / top)
-    odds = share.sub_(below).div_(_power((low + 1).div_(top)).sub_(below))
+    below = _power(low * (1 / top))
+    odds = share.sub_(below).div_(_power((low + 1).mul_(1 / top)).sub_(below))
     low.add_(_blocks(bits.float().add_(0.5).div_(65536)) < odds)
     if codes.dtype == torch.int8:
         low.mul_(blocks.sign())
@@ -186,7 +225,7 @@ def encode(values: Tensor, codes: Tensor, scales: Tensor, bits: Tensor) -> None:
 
 def decode(codes: Tensor, scales: Tensor) -> Tensor:
     """The float32 values that codes stand for."""
-    share = codes.float().div_(_top(codes))
+    share = codes.float().mul_(1 / _top(codes))
     blocks = _blocks(share.sign().mul_(_power(share.abs_())))
     return (blocks * scales[:, None]).flatten()[: len(codes)]
 

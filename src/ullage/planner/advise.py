@@ -11,12 +11,13 @@ from ullage.config.settle import plain, with_key
 from ullage.config.tree import Config
 from ullage.planner.choose import Space, host_limit, peak_phase
 from ullage.planner.components import weights
-from ullage.planner.fixes import least, trains
+from ullage.planner.fixes import least
 from ullage.planner.hardware import Instance, Machine, gpus, instances
 from ullage.planner.model_shape import Shape, bundled_shapes
+from ullage.planner.phases import Layout
 from ullage.planner.seconds import FORMULAS
 from ullage.planner.sharding import Sharding
-from ullage.planner.spread import Spread, best_spread
+from ullage.planner.spread import Spread, best_spread, thinnest
 
 Method = Literal["full", "LoRA", "QLoRA"]
 METHODS: tuple[Method, ...] = ("full", "LoRA", "QLoRA")
@@ -173,9 +174,9 @@ def _fastest_of(shape: Shape, method: Method, algorithm: str, context: int, mach
 
 def what_it_needs(shape: Shape, context: int) -> Needs:
     """For every method the instances that it fits on, by cost of 1,000 steps; then the GPUs that nobody here rents."""
-    able = [rented for rented in instances() if trains(rented.machine.gpu)]
+    able = [rented for rented in instances() if rented.machine.gpu.trains]
     owned = {rented.machine.gpu for rented in able}
-    bare = [Machine(gpu=gpu) for gpu in gpus() if trains(gpu) and gpu not in owned]
+    bare = [Machine(gpu=gpu) for gpu in gpus() if gpu.trains and gpu not in owned]
     machines = [(each.machine, each) for each in able] + [(machine, None) for machine in bare]
     found: Needs = {}
     for method, algorithm in product(METHODS, ALGORITHMS):
@@ -212,7 +213,7 @@ def what_would_fit(machine: Machine, context: int, found: list[Advice]) -> list[
 
 def what_it_would_need(shape: Shape, context: int, found: Needs) -> Needs:
     """Where few kinds of GPU hold a whole replica: machines that would hold one between their GPUs, by cost."""
-    able = [rented for rented in instances() if trains(rented.machine.gpu) and rented.machine.gpus > 1]
+    able = [rented for rented in instances() if rented.machine.gpu.trains and rented.machine.gpus > 1]
     worth = sorted(able, key=lambda rented: (rented.price is None, _price_of_a_flop(rented)))
     advice: Needs = {}
     for (method, algorithm), whole in found.items():
@@ -237,8 +238,7 @@ def _shared_out(shape: Shape, method: Method, algorithm: str, context: int, mach
     held = weights(shape, quantisation="nf4" if method == "QLoRA" else None).bytes
     if held > machine.gpus * machine.gpu.memory_bytes:
         return None
-    needed = least(shape, config, machine, sharding=Sharding(data=machine.gpus, shards=machine.gpus))
-    if needed is None or needed > machine.gpu.memory_bytes:
+    if thinnest(shape, config, machine) is None:
         return None
     spread = best_spread(shape, config, machine)
     if spread is None:
@@ -254,6 +254,11 @@ def _option_of(spread: Spread, config: Config, settings: dict[str, object]) -> O
     changed = {key: value for key, value in spread.chosen.items() if value != usual[key]}
     binding = spread.binding
     return Option({**settings, **changed}, binding.total_bytes, binding.name, spread.host_bytes, spread.step_seconds)
+
+
+def assumed(shape: Shape, context: int) -> list[str]:
+    """Of a model, by whatever method."""
+    return Layout(shape, base_config("QLoRA", ALGORITHMS[0], context)[0]).assumptions
 
 
 def least_bytes(shape: Shape, method: Method, algorithm: str, context: int) -> int:

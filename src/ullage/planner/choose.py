@@ -317,7 +317,8 @@ class Space:
     def best(
         self, gpu: GPU, capacity: int, host: int | None, scale: Mapping[str, float] = NO_SCALE
     ) -> tuple[Way, bool]:
-        """The fastest that fits, or a plainer one that is as fast but for `WORTH`, and True; or what needs least."""
+        """The fastest that fits, or a plainer one that is as fast but for `WORTH`, and True; or what needs least: of
+        the host, where that has too little for any."""
         ways = self.ways(gpu, capacity, host, scale)
         fitting = sorted((way for way in ways if way.fits(host)), key=lambda way: round(way.seconds, 6))
 
@@ -333,7 +334,10 @@ class Space:
             plainer = sorted((way for way in near if way.levers < fastest.levers), key=lambda way: way.levers)
             return next(filter(holds, plainer), fastest), True
         affordable = [way for way in ways if host is None or way.host_bytes <= host]
-        return max(affordable or ways, key=lambda way: (way.spare_bytes, -way.seconds)), False
+        if affordable:
+            return max(affordable, key=lambda way: (way.spare_bytes, -way.seconds)), False
+        roomy = self.ways(gpu, capacity, None, scale)
+        return min([way for way in roomy if way.fits(None)] or roomy, key=lambda way: way.host_bytes), False
 
     def ways(self, gpu: GPU, capacity: int, host: int | None, scale: Mapping[str, float] = NO_SCALE) -> list[Way]:
         """For everything that can stay, and each number of levers, the fastest passes that fit beside it; or those

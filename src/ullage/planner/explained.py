@@ -7,6 +7,7 @@ from dataclasses import fields
 
 from ullage.base.units import bytes_text
 from ullage.planner.hardware import find_gpu, sources_of
+from ullage.planner.parts import parts_of
 from ullage.planner.phases import Layout
 from ullage.planner.plan import REFERENCE, Plan
 from ullage.planner.seconds import FORMULAS, Decoding, Work, step_work
@@ -45,6 +46,9 @@ MACHINE_FIELDS = {
 
 def explained(made: Plan) -> Iterator[str]:
     """Section by section."""
+    phases = [*made.phases, *(made.spread.phases if made.spread else ())]
+    yield from ("", "parts of a phase, all of which count against the device:")
+    yield from (f"  {name} = {text}" for name, text in parts_of(phases).items())
     yield from ("", "host memory of each GPU's process:")
     yield from (f"  {name} = {bytes_text(count)} = {HOST.get(name, name)}" for name, count in made.host.items())
     yield f"  pinned, of these = {bytes_text(made.pinned_bytes)} = gradients, activations, roles, streamed state"

@@ -12,7 +12,7 @@ from ullage.config.settle import ACTOR_TOKENS, AUTO, NUM_SLOTS, PATHS, open_keys
 from ullage.config.tree import Config
 from ullage.planner.choose import NO_SCALE, SLOTS, Space, capacity_of, host_limit
 from ullage.planner.components import GIB
-from ullage.planner.hardware import GPU, Machine, gpus
+from ullage.planner.hardware import Machine, gpus
 from ullage.planner.model_shape import Shape
 from ullage.planner.phases import Layout
 from ullage.planner.sharding import Sharding
@@ -76,11 +76,6 @@ def _sparest(shape: Shape, config: Config, machine: Machine, sharding: Sharding 
     return Space(shape, config, machine.gpus, sharding)
 
 
-def trains(gpu: GPU) -> bool:
-    """Whether Ullage trains on it: CUDA, and bf16 in its tensor cores."""
-    return gpu.vendor == "NVIDIA" and gpu.tensor_dtype == "bf16"
-
-
 def _proposals(shape: Shape, config: Config) -> Iterator[tuple[dict[str, object], str]]:
     model, adamw = config.actor_rollout_ref.model, config.actor_rollout_ref.actor.optim.optimizer == "adamw"
     master = config.memory.rounding == "master"
@@ -121,7 +116,7 @@ def _larger(shape: Shape, config: Config, machine: Machine, scale: Mapping[str, 
             way = min(ways, key=lambda way: way.host_bytes)
             change = f"--ram {math.ceil(way.host_bytes * machine.count / GIB)}GiB"
             yield Fix(change, space.peak(way.held, way.made, scale).total_bytes, "a machine with more host memory")
-    larger = [gpu for gpu in gpus() if trains(gpu) and peak is not None and gpu.memory_bytes >= peak]
+    larger = [gpu for gpu in gpus() if gpu.trains and peak is not None and gpu.memory_bytes >= peak]
     if peak is not None and peak > machine.gpu.memory_bytes and larger:
         gpu = min(larger, key=lambda gpu: (gpu.memory_bytes, gpu.name))
         yield Fix(f"--gpu {gpu.name!r}", peak, f"a GPU of {bytes_text(gpu.memory_bytes)}")

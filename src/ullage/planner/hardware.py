@@ -46,6 +46,18 @@ class GPU:
     assumption: str = ""
     """What was guessed, where something was."""
 
+    @property
+    def trains(self) -> bool:
+        """Whether Ullage trains on it: CUDA, and bf16 in its tensor cores."""
+        return self.vendor == "NVIDIA" and self.tensor_dtype == "bf16"
+
+    @property
+    def assumptions(self) -> tuple[str, ...]:
+        """What its numbers rest on, where they are not simply its own."""
+        lacks = "is no CUDA device" if self.vendor != "NVIDIA" else "has no bf16 in its tensor cores"
+        no = () if self.trains or self.kind == "cpu" else (f"{self.name} {lacks}: Ullage does not train on it",)
+        return (*no, *([self.assumption] if self.assumption else []))
+
 
 @dataclass(frozen=True, slots=True, kw_only=True)
 class Machine:
@@ -117,6 +129,9 @@ def find_gpu(text: str) -> GPU:
         raise UsageError(f"no GPU {text!r} is known", f"a size has a unit: {text.strip()}GiB")
     if re.fullmatch(r"\s*(\d+\s*[x*]|[x*]\s*\d+)?\s*", text, re.IGNORECASE):
         raise UsageError(f"{text!r} names no GPU", "for example h200, '4090 x2' or 24GiB")
+    counted = re.fullmatch(r".*\S\s+[x*]\s*(-?[\d.]+)\s*", text, re.IGNORECASE)
+    if counted:
+        raise UsageError(f"{text!r}: {counted[1]} GPUs", "give a whole number from 1 to 999, such as '4090 x2'")
     near = difflib.get_close_matches(name, known, n=3, cutoff=0.5)
     names = ", ".join(dict.fromkeys(known[match].name for match in near))
     hint = f"nearest: {names}" if names else "for example h200, 4090 or 24GiB"
@@ -186,7 +201,7 @@ def _plain(text: str) -> str:
 
 def _gpu_of_size(memory: int, text: str) -> GPU:
     """A budget of memory: all of it is usable, the rest is of the NVIDIA card whose memory is nearest."""
-    like = min((gpu for gpu in gpus() if gpu.vendor == "NVIDIA"), key=lambda gpu: abs(gpu.memory_bytes - memory))
+    like = min((gpu for gpu in gpus() if gpu.trains), key=lambda gpu: abs(gpu.memory_bytes - memory))
     if memory < 2**30:
         raise UsageError(f"{text}: too small for a GPU", "give at least 1GiB")
     told = f"{text}: the speed of {like.name} is assumed; name a GPU for its own"

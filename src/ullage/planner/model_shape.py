@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import difflib
 import json
-import math
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
@@ -28,8 +27,7 @@ TUNED = re.compile(r"^meta-|-(instruct|base|it|pt|chat|hf)(?=-|$)")
 DOMAINS = re.compile(r"-(math|coder)(?=-)")
 """What names say about training, not about the shape."""
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([BbMmTt])")
-LADDER = (*(f"qwen2.5-{size}b" for size in ("0.5", "1.5", "3", "7", "14", "32", "72")), "llama-3.1-405b")
-"""Dense models by size: what a shape of another size is interpolated from."""
+WEIGHTLESS = "there are no weights (*.safetensors) beside the config.json, which is what these numbers are of"
 UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
 
 
@@ -220,9 +218,10 @@ def find_shape(text: str) -> Shape:
         from ullage.planner.gguf_shape import shape_of_gguf  # it builds on this file
 
         return shape_of_gguf(path)
-    path = path / "config.json" if path.is_dir() else path
+    folder, path = path, path / "config.json" if path.is_dir() else path
     if path.suffix == ".json" and path.is_file():
-        return Shape.from_config(_read(path), path.parent.name or path.name)
+        shape = Shape.from_config(_read(path), path.parent.name or path.name)
+        return shape if path == folder or any(folder.glob("*.safetensors")) else replace(shape, assumption=WEIGHTLESS)
     shapes = bundled_shapes()
     wanted = text.rsplit("/", 1)[-1].lower()
     bare = TUNED.sub("", wanted)
@@ -231,6 +230,8 @@ def find_shape(text: str) -> Shape:
             return shapes[name]
     size = SIZE.fullmatch(text.strip())
     if size:
+        from ullage.planner.sized_shape import shape_of_size  # it builds on this file
+
         return shape_of_size(float(size[1]) * UNITS[size[2].lower()], text)
     if path.suffix == ".json" or "\\" in text or text.startswith((".", "/", "~")):
         raise ModelError(f"{text}: no config.json there", "give a model folder, a bundled name or a size such as 8B")
@@ -246,42 +247,13 @@ def bundled_shapes() -> dict[str, Shape]:
     return {name.lower(): Shape(name=name, **numbers) for name, numbers in json.loads(text)["shapes"].items()}
 
 
-def shape_of_size(parameters: float, name: str) -> Shape:
-    """A dense shape with about so many parameters, between two models of well-known proportions."""
-    family = [bundled_shapes()[known] for known in LADDER]
-    if not family[0].parameters / 4 <= parameters <= 5 * family[-1].parameters:
-        raise ModelError(f"{name}: no transformer of this size is known", "give a size between 0.2B and 2000B")
-    after = next((i for i, shape in enumerate(family) if shape.parameters >= parameters), len(family) - 1)
-    low, high = family[max(0, after - 1)], family[max(1, after)]
-    share = math.log(parameters / low.parameters) / math.log(high.parameters / low.parameters)
-
-    def between(a: int, b: int, unit: int) -> int:
-        return max(unit, unit * round(a * math.pow(b / a, share) / unit))
-
-    hidden = between(low.hidden, high.hidden, 512)
-    heads = hidden // 128
-    shape = replace(
-        high if share > 0.5 else low,
-        name=name,
-        layers=between(low.layers, high.layers, 1),
-        hidden=hidden,
-        heads=heads,
-        head_size=128,
-        # A power of two that divides the heads.
-        kv_heads=min(heads & -heads, 1 << between(low.kv_heads, high.kv_heads, 1).bit_length() - 1),
-    )
-    # The MLP takes up what the rounding of the other widths left over.
-    rest = parameters - (shape.parameters - shape.layers * GATED * shape.hidden * shape.mlp)
-    shape = replace(shape, mlp=max(128, 64 * round(rest / (shape.layers * GATED * shape.hidden) / 64)))
-    told = f"{name}: a dense shape between {low.name} and {high.name} is assumed; name a model for its own"
-    return replace(shape, assumption=told)
-
-
 def _read(path: Path) -> Mapping[str, Any]:
     try:
         found = json.loads(path.read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise ModelError(f"{path}: {error}", "give a Hugging Face model folder") from error
+    except OSError as error:
+        raise ModelError(f"{path}: cannot be read: {error.strerror}", "make it readable") from error
+    except ValueError as error:
+        raise ModelError(f"{path}: not valid JSON: {error}", "give a Hugging Face model folder") from error
     if not isinstance(found, dict):
         raise ModelError(f"{path}: not a model's config", "give a Hugging Face model folder")
     return found
@@ -300,14 +272,18 @@ def _from_config(config: Mapping[str, Any], name: str) -> Shape:
     outer, config = config, config.get("text_config") or config
     kind = str(config.get("model_type") or outer.get("model_type") or "")
     if kind in UNSUPPORTED:
-        raise ModelError(f"{name}: layers of model type {kind} are not known here", "trace it, or give a size")
+        raise ModelError(
+            f"{name}: layers of model type {kind} are not known here",
+            "give its size, such as 8B, for a dense model as large",
+        )
 
     def number(key: str, default: int | None = None) -> int:
         value = config.get(key)
         if value is None:
             value = default
         if not isinstance(value, int) or isinstance(value, bool) or value < 0:
-            raise ModelError(f"{name}: its config has no {key}", "complete the config.json, or name a bundled model")
+            found = f"its config has {value!r} as" if value is not None else "its config has no"
+            raise ModelError(f"{name}: {found} {key}", "complete the config.json, or name a bundled model")
         return value
 
     hidden, heads = number("hidden_size"), number("num_attention_heads")

@@ -322,11 +322,10 @@ class Layout:
 
     def _optimizer_step(self) -> list[Term]:
         """The actor's, or the critic's with its weights."""
-        rounded = self.width == 2 and not self.has_master
-        steps = [[c.step_transient(self.actor.optim.optimizer, rounded=rounded)]]
+        steps = [[c.step_transient(self.actor.optim.optimizer, width=self.width)]]
         if self.critic is not None:
             here = self._shared(self.roles.critic_weights()) if self.parked else []
-            steps.append([c.step_transient(self.critic.optim.optimizer, rounded=rounded), *here])
+            steps.append([c.step_transient(self.critic.optim.optimizer, width=self.width), *here])
         return worst(steps)
 
     def _groups(self, role: Trained) -> Groups:
@@ -375,6 +374,7 @@ class Layout:
             ),
             (self.ranks > 1, "NCCL takes 650 MiB"),
             (shape.experts > 0, "experts are balanced; their activations are traced, not measured"),
+            (shape.experts > 0 and self.actor.rank > 0, "adapters and quantisation leave experts as they are"),
             (shape.kv_lora_rank > 0, "Ullage does not run latent attention yet; its cache would hold whole keys"),
             (self.width != 2, "activations beside half precision are scaled by width, not measured"),
         ]

@@ -7,40 +7,24 @@ from collections.abc import Iterable, Iterator, Sequence
 from html import escape
 from io import BytesIO
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from ullage.base.errors import ConfigError, WriteError
 from ullage.base.units import bytes_text, seconds_text
+from ullage.planner.bars import COLOURS, GIB, LIGHT_INK, Bars, colour, parts, words
+from ullage.planner.parts import parts_of
 from ullage.planner.phases import Phase
 from ullage.planner.plan import Plan
+from ullage.planner.spread import NOT_YET, Spread
 from ullage.telemetry.view import printable
 
-GIB = 1 << 30
-COLOURS = {
-    "weights": "#0072b2",
-    "gradients": "#56b4e9",
-    "optimizer": "#e69f00",
-    "master": "#d55e00",
-    "activations": "#009e73",
-    "working_layer": "#8fd3be",
-    "head": "#cc79a7",
-    "kv_cache": "#f0e442",
-    "graphs": "#882255",
-    "gather": "#332288",
-    "buffers": "#999999",
-    "context": "#666666",
-    "slack": "#d0d0d0",
-}
-"""By component, in the order in which bars are built. Okabe and Ito's colours, told apart by colour-blind eyes."""
-OTHER = "#bbbbbb"
-LIGHT_INK = ("weights", "graphs", "gather", "context")
-"""Components whose colour is dark."""
+if TYPE_CHECKING:
+    from matplotlib.axes import Axes
+
 WIDE, TALL = 1000, 24
 """Units of a bar's drawing: all of the axis, and one bar."""
-ROOM = 1.04
-"""The axis is longer than what it shows by this much."""
 LABELLED = 0.1
 """A part of a bar that is at least so much of the axis has its name in it."""
-TICKS = 9
 STYLE = """
 :root { color-scheme: light dark; --ink: #1b1f24; --quiet: #57606a; --paper: #fff; --line: #d8dee4; --good: #116329;
   --bad: #a40e26; --soft: #f6f8fa }
@@ -87,15 +71,18 @@ def draw_html(made: Plan) -> str:
     title = _title(made)
     state = {True: "good", False: "bad", None: "quiet"}[made.fits]
     mark = {True: "&#10003; ", False: "&#10007; ", None: ""}[made.fits]
-    parts = [
+    bars = Bars(made.phases, made.capacity_bytes)
+    sections = [
         f"<h1>{_text(title)}</h1>",
         f'<p class="quiet">{made.shape.parameters / 1e9:.2f} billion parameters</p>',
         f'<p class="verdict {state}">{mark}{_text(made.verdict)}</p>',
-        *_chart(made),
+        *_chart(bars, "phase"),
         "<h2>Phases</h2>",
-        *_phase_table(made),
+        *_phase_table(bars),
+        *_meanings([*made.phases, *(made.spread.phases if made.spread else ())]),
         *_chosen(made),
         *_fixes(made),
+        *_spread(made),
         *_levers(made),
         *_time(made),
         *_elsewhere(made),
@@ -107,71 +94,76 @@ def draw_html(made: Plan) -> str:
         '<meta name="viewport" content="width=device-width, initial-scale=1">',
         f"<title>{_text(title)}</title><style>{STYLE}</style></head><body><main>",
     ]
-    return "\n".join([*lines, *parts, "</main></body></html>", ""])
+    return "\n".join([*lines, *sections, "</main></body></html>", ""])
 
 
-def _chart(made: Plan) -> Iterator[str]:
-    whole = _axis_bytes(made)
+def _chart(bars: Bars, prefix: str) -> Iterator[str]:
+    """Args: prefix: of ids, which no other chart of the page has."""
+    whole, there = bars.axis_bytes, bars.capacity
     yield '<section aria-label="Memory by phase">'
-    there = made.capacity_bytes
     if there:
         share = there / whole
         side = "before" if share > 0.5 else "after"
         text = f"{bytes_text(there)} usable"
         label = f'<span class="capacity {side}" style="left:{100 * share:.3f}%">{text}</span>'
         yield f'<div class="row"><div></div><div class="axis">{label}</div><div></div></div>'
-    for phase in made.phases:
-        yield _bar(made, phase, whole)
-    labels = "".join(f'<span style="left:{100 * at / whole:.3f}%">{at / GIB:,g}</span>' for at in _ticks(whole))
+    for phase in bars.phases:
+        yield _bar(bars, phase, f"{prefix}-{phase.name}")
+    labels = "".join(f'<span style="left:{100 * at / whole:.3f}%">{at / GIB:,g}</span>' for at in bars.ticks)
     yield f'<div class="row"><div></div><div class="axis">{labels}</div><div class="quiet">GiB</div></div>'
     yield '<ul class="legend">'
-    yield from (
-        f'<li><i style="background:{_colour(name)}"></i>{_text(_words(name))}</li>' for name in _components(made)
-    )
+    yield from (f'<li><i style="background:{colour(name)}"></i>{_text(words(name))}</li>' for name in bars.names)
     yield "</ul></section>"
 
 
-def _bar(made: Plan, phase: Phase, whole: float) -> str:
+def _bar(bars: Bars, phase: Phase, named: str) -> str:
     """One phase: its parts from left to right, a dashed line where the device ends, and their names where they fit."""
-    shapes, labels, left = [], [], 0.0
-    for name, count in _parts(phase):
+    shapes, labels, left, whole = [], [], 0.0, bars.axis_bytes
+    for name, count in parts(phase):
         wide = WIDE * count / whole
-        told = f"<title>{_text(_words(name))}: {bytes_text(count)}</title>"
+        told = f"<title>{_text(words(name))}: {bytes_text(count)}</title>"
         size = f'width="{wide:.3f}" height="{TALL}"'
-        shapes.append(f'<rect x="{left:.3f}" y="0" {size} fill="{_colour(name)}">{told}</rect>')
+        shapes.append(f'<rect x="{left:.3f}" y="0" {size} fill="{colour(name)}">{told}</rect>')
         if wide >= LABELLED * WIDE:
             place = f"left:{100 * left / WIDE:.3f}%;width:{100 * wide / WIDE:.3f}%"
             ink = ' class="light"' if name in LIGHT_INK else ""
-            labels.append(f'<span{ink} style="{place}" aria-hidden="true">{_text(_words(name))}</span>')
+            labels.append(f'<span{ink} style="{place}" aria-hidden="true">{_text(words(name))}</span>')
         left += wide
-    if made.capacity_bytes:
-        at = f"{WIDE * made.capacity_bytes / whole:.3f}"
+    if bars.capacity:
+        at = f"{WIDE * bars.capacity / whole:.3f}"
         shapes.append(f'<line x1="{at}" x2="{at}" y1="-3" y2="{TALL + 3}"/>')
-    parts = ", ".join(f"{_words(name)} {bytes_text(count)}" for name, count in _parts(phase))
-    named = f"title-{_text(phase.name)}"
-    binds = phase is made.binding
+    listed = ", ".join(f"{words(name)} {bytes_text(count)}" for name, count in parts(phase))
+    binds = phase is bars.binding
     drawing = (
-        f'<svg viewBox="0 0 {WIDE} {TALL}" preserveAspectRatio="none" role="img" aria-labelledby="{named}">'
-        f'<title id="{named}">{_text(phase.name)}: {bytes_text(phase.total_bytes)}</title><desc>{_text(parts)}</desc>'
+        f'<svg viewBox="0 0 {WIDE} {TALL}" preserveAspectRatio="none" role="img" aria-labelledby="{_text(named)}">'
+        f'<title id="{_text(named)}">{_text(phase.name)}: {bytes_text(phase.total_bytes)}</title>'
+        f"<desc>{_text(listed)}</desc>"
         f"{''.join(shapes)}</svg>"
     )
     return (
-        f'<div class="row{" binding" if binds else ""}"><div class="name">{_text(_words(phase.name))}</div>'
+        f'<div class="row{" binding" if binds else ""}"><div class="name">{_text(words(phase.name))}</div>'
         f'<div class="bar">{drawing}{"".join(labels)}</div>'
         f'<div class="total">{bytes_text(phase.total_bytes)}{" &#9664; binds" if binds else ""}</div></div>'
     )
 
 
-def _phase_table(made: Plan) -> Iterator[str]:
-    names = _components(made)
-    head = ["phase", "together", *(_words(name) for name in names)]
+def _phase_table(bars: Bars) -> Iterator[str]:
+    names = bars.names
+    head = ["phase", "together", *(words(name) for name in names)]
     rows = []
-    for phase in made.phases:
-        parts = phase.components
-        cells = [bytes_text(parts[name]) if name in parts else "-" for name in names]
-        title = f"{_words(phase.name)} (binds)" if phase is made.binding else _words(phase.name)
+    for phase in bars.phases:
+        held = phase.components
+        cells = [bytes_text(held[name]) if name in held else "-" for name in names]
+        title = f"{words(phase.name)} (binds)" if phase is bars.binding else words(phase.name)
         rows.append([title, bytes_text(phase.total_bytes), *cells])
-    yield from _table("What is on the device at the peak of each phase", head, rows, numbers=len(head) - 1)
+    caption = "What is on the device at the peak of each phase; all of it counts against the device"
+    yield from _table(caption, head, rows, numbers=len(head) - 1)
+
+
+def _meanings(phases: Sequence[Phase]) -> Iterator[str]:
+    yield "<h2>Parts</h2>"
+    rows = [[words(name), text] for name, text in parts_of(phases).items()]
+    yield from _table("What each part of a phase is", ["part", "what it is"], rows)
 
 
 def _chosen(made: Plan) -> Iterator[str]:
@@ -188,6 +180,22 @@ def _fixes(made: Plan) -> Iterator[str]:
         yield from _table("The cheapest first", ["change", "alters", "peak"], rows, code=True, numbers=1)
 
 
+def _spread(made: Plan) -> Iterator[str]:
+    """The run with its weights shared out over the GPUs there are, as far as formulas know it."""
+    spread = made.spread
+    if spread is None:
+        return
+    bars = Bars(spread.phases, made.capacity_bytes)
+    yield f"<h2>{_text(_shared_out(spread))}</h2>"
+    told = f"a step {seconds_text(spread.step_seconds)}; host memory {bytes_text(spread.host_bytes)} for each GPU"
+    yield f'<p class="quiet">{_text(told)}</p>'
+    yield from (*_chart(bars, "shared"), *_phase_table(bars))
+    if spread.chosen:
+        rows = [[f"{key}={_value(value)}"] for key, value in spread.chosen.items()]
+        yield from _table("Keys that were left on auto, as they would be then", ["key"], rows, code=True)
+    yield from ("<ul>", *(f"<li>{_text(text)}</li>" for text in spread.assumptions), "</ul>")
+
+
 def _levers(made: Plan) -> Iterator[str]:
     if made.levers:
         yield "<h2>Levers</h2>"
@@ -200,16 +208,16 @@ def _levers(made: Plan) -> Iterator[str]:
 def _time(made: Plan) -> Iterator[str]:
     if made.seconds:
         yield "<h2>Time</h2>"
-        rows = [[_words(name), f"{seconds:.1f} s"] for name, seconds in made.seconds.items()]
+        rows = [[words(name), f"{seconds:.1f} s"] for name, seconds in made.seconds.items()]
         rows.append(["together", seconds_text(sum(made.seconds.values()))])
         yield from _table("A step, as predicted, every response at its full length", ["phase", "time"], rows, numbers=1)
 
 
 def _elsewhere(made: Plan) -> Iterator[str]:
     yield "<h2>Host and disk</h2>"
-    rows = [[f"host: {_words(name)}", bytes_text(count)] for name, count in made.host.items() if count]
+    rows = [[f"host: {words(name)}", bytes_text(count)] for name, count in made.host.items() if count]
     rows.append(["host, together", bytes_text(made.host_bytes)])
-    rows += [[f"disk: {_words(name)}", bytes_text(count)] for name, count in made.disk.items()]
+    rows += [[f"disk: {words(name)}", bytes_text(count)] for name, count in made.disk.items()]
     yield from _table("Of each GPU's process", ["what", "bytes"], rows, numbers=1)
 
 
@@ -249,22 +257,47 @@ def draw_png(made: Plan, path: Path) -> None:
         from matplotlib.figure import Figure
     except ImportError:
         raise ConfigError("drawing a plan needs matplotlib", "pip install 'ullage[plot]'") from None
-    figure = Figure(figsize=(10, 2.2 + 0.45 * len(made.phases)), dpi=150, layout="constrained")
+    charts = [(Bars(made.phases, made.capacity_bytes), _title(made), made.verdict)]
+    if made.spread:
+        charts.append((Bars(made.spread.phases, made.capacity_bytes), "", _shared_out(made.spread)))
+    heights = [1.2 + 0.45 * len(bars.phases) for bars, _, _ in charts]
+    figure = Figure(figsize=(10, 1 + sum(heights)), dpi=150, layout="constrained")
     FigureCanvasAgg(figure)
-    axes = figure.add_subplot()
-    whole = _axis_bytes(made) / GIB
-    for name in _components(made):
-        lefts, widths = _stacked(made, name)
-        axes.barh(
-            range(len(made.phases)), widths, left=lefts, height=0.7, color=_colour(name), edgecolor="white",
-            linewidth=0.6, label=_words(name),
+    found = figure.subplots(len(charts), 1, squeeze=False, height_ratios=heights)
+    for axes, (bars, title, verdict) in zip(found[:, 0], charts, strict=True):
+        _draw_bars(axes, bars)
+        axes.set_title(printable(title), loc="left", fontsize=13, fontweight="bold", pad=40, parse_math=False)
+        axes.annotate(
+            printable(verdict), (0, 1), xycoords="axes fraction", xytext=(0, 24), textcoords="offset points",
+            fontsize=10, parse_math=False,
         )  # fmt: skip
-    for row, phase in enumerate(made.phases):
-        binds = phase is made.binding
+    handles: dict[str, Any] = {}
+    for axes in found[:, 0]:
+        drawn_bars, labels = axes.get_legend_handles_labels()
+        handles |= dict(zip(labels, drawn_bars, strict=True))
+    named = [name for name in map(words, COLOURS) if name in handles]
+    figure.legend(
+        [handles[name] for name in named], named, loc="outside lower center", ncols=7, frameon=False, fontsize=9
+    )
+    drawn = BytesIO()
+    figure.savefig(drawn, format="png")
+    _write(path, drawn.getvalue())
+
+
+def _draw_bars(axes: Axes, bars: Bars) -> None:
+    whole = bars.axis_bytes / GIB
+    for name in bars.names:
+        lefts, widths = _stacked(bars, name)
+        axes.barh(
+            range(len(bars.phases)), widths, left=lefts, height=0.7, color=colour(name), edgecolor="white",
+            linewidth=0.6, label=words(name),
+        )  # fmt: skip
+    for row, phase in enumerate(bars.phases):
+        binds = phase is bars.binding
         text = f"{bytes_text(phase.total_bytes)}{'  binds' if binds else ''}"
         weight = "bold" if binds else "normal"
         axes.text(1.01 * whole, row, text, va="center", fontsize=9, fontweight=weight)
-    there = made.capacity_bytes
+    there = bars.capacity
     if there:
         axes.axvline(there / GIB, color="#1b1f24", linestyle=(0, (4, 3)), linewidth=1.4)
         where = ("right", -4) if there > 0.5 * whole * GIB else ("left", 4)
@@ -272,10 +305,10 @@ def draw_png(made: Plan, path: Path) -> None:
             f"{bytes_text(there)} usable", (there / GIB, 1), xycoords=("data", "axes fraction"), xytext=(where[1], 4),
             textcoords="offset points", ha=where[0], fontsize=9,
         )  # fmt: skip
-    axes.set_yticks(range(len(made.phases)), [_words(phase.name) for phase in made.phases])
+    axes.set_yticks(range(len(bars.phases)), [words(phase.name) for phase in bars.phases])
     axes.invert_yaxis()
     axes.set_xlim(0, whole)
-    axes.set_xticks([at / GIB for at in _ticks(_axis_bytes(made))])
+    axes.set_xticks([at / GIB for at in bars.ticks])
     axes.set_xlabel("GiB", color="#57606a")
     axes.spines[["top", "right", "left"]].set_visible(False)
     axes.spines["bottom"].set_color("#bbbbbb")
@@ -283,30 +316,21 @@ def draw_png(made: Plan, path: Path) -> None:
     axes.tick_params(axis="x", colors="#57606a", length=3)
     axes.grid(axis="x", color="#e8e8e8", linewidth=0.8)
     axes.set_axisbelow(True)
-    axes.set_title(printable(_title(made)), loc="left", fontsize=13, fontweight="bold", pad=40, parse_math=False)
-    axes.annotate(
-        printable(made.verdict),
-        (0, 1),
-        xycoords="axes fraction",
-        xytext=(0, 24),
-        textcoords="offset points",
-        fontsize=10,
-    )
-    figure.legend(loc="outside lower center", ncols=7, frameon=False, fontsize=9)
-    drawn = BytesIO()
-    figure.savefig(drawn, format="png")
-    _write(path, drawn.getvalue())
 
 
-def _stacked(made: Plan, name: str) -> tuple[list[float], list[float]]:
+def _stacked(bars: Bars, name: str) -> tuple[list[float], list[float]]:
     """Where a component's bars begin and how long they are, phase by phase."""
     lefts, widths = [], []
-    for phase in made.phases:
-        parts = dict(_parts(phase))
-        before = list(parts)[: list(parts).index(name)] if name in parts else []
-        lefts.append(sum(parts[each] for each in before) / GIB)
-        widths.append(parts.get(name, 0) / GIB)
+    for phase in bars.phases:
+        held = dict(parts(phase))
+        before = list(held)[: list(held).index(name)] if name in held else []
+        lefts.append(sum(held[each] for each in before) / GIB)
+        widths.append(held.get(name, 0) / GIB)
     return lefts, widths
+
+
+def write_html(made: Plan, path: Path) -> None:
+    _write(path, draw_html(made).encode())
 
 
 def _write(path: Path, content: bytes) -> None:
@@ -327,35 +351,8 @@ def _title(made: Plan) -> str:
     return f"{made.shape.name} on {made.machine.text}" if made.machine else made.shape.name
 
 
-def _axis_bytes(made: Plan) -> float:
-    return ROOM * max(made.peak_bytes, made.capacity_bytes or 0)
-
-
-def _ticks(whole: float) -> list[int]:
-    """Round numbers of GiB, at most so many."""
-    sizes = (base * 10**power for power in range(6) for base in (1, 2, 5))
-    size = next(size for size in sizes if whole / GIB / size < TICKS)
-    return [at * GIB for at in range(0, int(whole / GIB) + 1, size)]
-
-
-def _components(made: Plan) -> list[str]:
-    """Those that some phase has, in the order of bars."""
-    found = {name for phase in made.phases for name in phase.components}
-    return [name for name in COLOURS if name in found] + sorted(found - set(COLOURS))
-
-
-def _parts(phase: Phase) -> list[tuple[str, int]]:
-    order = list(COLOURS)
-    place = {name: (order.index(name) if name in order else len(order), name) for name in phase.components}
-    return sorted(phase.components.items(), key=lambda part: place[part[0]])
-
-
-def _colour(name: str) -> str:
-    return COLOURS.get(name, OTHER)
-
-
-def _words(name: str) -> str:
-    return name.replace("_", " ")
+def _shared_out(spread: Spread) -> str:
+    return f"{spread.text[0].upper()}{spread.text[1:]} it would fit, {NOT_YET}"
 
 
 def _value(value: object) -> str:

@@ -6,13 +6,15 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from ullage.base.units import bytes_text
+from ullage.base.errors import ConfigError, UsageError
+from ullage.base.units import bytes_of, bytes_text
 from ullage.config.settle import ACTOR_TOKENS, AUTO, NUM_SLOTS, choices_of, open_keys, plainly, settled, with_key
 from ullage.config.tree import Config
 from ullage.planner.choose import NO_SCALE, capacity_of, choose, with_slack
 from ullage.planner.fixes import OPTIMIZER, Fix, fixes
 from ullage.planner.hardware import Machine, find_gpu
 from ullage.planner.model_shape import Shape
+from ullage.planner.parts import parts_of
 from ullage.planner.phases import Layout, Phase
 from ullage.planner.seconds import step_seconds
 from ullage.planner.spread import Spread, best_spread, more_gpus
@@ -107,14 +109,14 @@ class Plan:
         peak, where, capacity = bytes_text(self.peak_bytes), self.binding.name, self.capacity_bytes
         if self.machine is None or capacity is None:
             return f"needs {peak} of device memory; {where} binds"
-        if not self.fits_host:
-            needed, there = bytes_text(self.host_bytes * self._ranks), bytes_text(self.machine.host_bytes or 0)
-            return f"does not fit: host memory needs {needed}, there is {there}"
         there, left = bytes_text(capacity), capacity - self.peak_bytes
         if self.phases[0].components.get("weights", 0) > capacity:
             return f"does not fit: the weights alone are {bytes_text(self.phases[0].components['weights'])} of {there}"
         if left < 0:
             return f"does not fit: {where} needs {peak} of {there}, {bytes_text(-left)} too much"
+        if not self.fits_host:
+            needed, beside = bytes_text(self.host_bytes * self._ranks), bytes_text(self.machine.host_bytes or 0)
+            return f"does not fit: host memory needs {needed}, there is {beside}"
         return f"fits: {where} binds with {peak} of {there}, {bytes_text(left)} to spare"
 
     @property
@@ -135,6 +137,7 @@ class Plan:
                 {"name": phase.name, "components": phase.components, "total_bytes": phase.total_bytes}
                 for phase in self.phases
             ],
+            "parts": parts_of(self.phases),
             "host": {**self.host, "total_bytes": self.host_bytes, "pinned_bytes": self.pinned_bytes},
             "disk": self.disk,
             "levers": [
@@ -184,7 +187,11 @@ def budget_machine(config: Config) -> Machine | None:
     if config.memory.budget == AUTO:
         return None
     trainer = config.trainer
-    return Machine(gpu=find_gpu(config.memory.budget), count=trainer.n_gpus_per_node, nodes=trainer.nnodes)
+    try:
+        gpu = find_gpu(config.memory.budget)
+    except UsageError as error:
+        raise ConfigError(f"memory.budget = {error.cause}", error.remedy) from None
+    return Machine(gpu=gpu, count=trainer.n_gpus_per_node, nodes=trainer.nnodes)
 
 
 def _planned(shape: Shape, config: Config, machine: Machine | None, scale: Mapping[str, float]) -> Plan:
@@ -208,12 +215,14 @@ def _assumed(config: Config, machine: Machine | None) -> Iterator[str]:
     if machine is None:
         yield f"seconds are those of one {find_gpu(REFERENCE).name}"
         return
-    if machine.gpu.assumption:
-        yield machine.gpu.assumption
+    yield from machine.gpu.assumptions
+    there = bytes_text(machine.gpu.memory_bytes)
     if capacity_of(config, machine) < machine.gpu.memory_bytes:
-        yield f"memory.budget: {config.memory.budget} of the {bytes_text(machine.gpu.memory_bytes)} there are"
+        yield f"memory.budget: {config.memory.budget} of the {there} there are"
+    if (bytes_of(config.memory.budget) or 0) > machine.gpu.memory_bytes:
+        yield f"memory.budget = {config.memory.budget}: there are only {there}, which is what counts"
     if machine.host_bytes is None:
-        yield "host memory suffices"
+        yield "host memory suffices; say what there is with --ram"
     if machine.nodes > 1:
         yield "GPUs of different nodes exchange as fast as those of one"
 

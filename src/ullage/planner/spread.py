@@ -131,9 +131,24 @@ def _fitting(shape: Shape, config: Config, machine: Machine, scale: Mapping[str,
 def more_gpus(shape: Shape, config: Config, machine: Machine, scale: Mapping[str, float] = NO_SCALE) -> Fix | None:
     """The fewest GPUs of this kind that would hold the run between them; None where hundreds do not."""
     for more in _larger(machine):
-        needed = least(shape, config, more, scale, Sharding(data=more.gpus, shards=more.gpus))
-        if needed is not None and needed <= capacity_of(config, more):
-            return Fix(more.option, needed, f"weights, gradients and state shared out over {more.gpus} GPUs, {NOT_YET}")
+        found = thinnest(shape, config, more, scale)
+        if found is not None:
+            sharding, needed = found
+            text = f"weights, gradients and state shared out over {more.gpus} GPUs ({sharding.text}), {NOT_YET}"
+            return Fix(more.option, needed, text)
+    return None
+
+
+def thinnest(
+    shape: Shape, config: Config, machine: Machine, scale: Mapping[str, float] = NO_SCALE
+) -> tuple[Sharding, int] | None:
+    """A layout that fits with everything shared out, and what it needs: layers gathered whole, or, where one is too
+    large for that, each of them in parts; None where neither fits."""
+    whole = Sharding(data=machine.gpus, shards=machine.gpus)
+    for sharding in (whole, Sharding(data=machine.nodes, tensor=machine.count, shards=machine.nodes)):
+        needed = least(shape, config, machine, scale, sharding) if divides(shape, sharding) else None
+        if needed is not None and needed <= capacity_of(config, machine):
+            return sharding, needed
     return None
 
 

@@ -17,9 +17,10 @@ def refusal(made: Plan) -> DoesNotFitError:
     assert made.machine is not None, "there is something that it does not fit"
     budget, rows = made.config.memory.budget, made.binding.components
     there = made.machine.gpu.name if budget == AUTO else f"memory.budget = {budget}"
-    needs, has = bytes_text(made.peak_bytes), bytes_text(made.capacity_bytes or 0)
+    capacity = made.capacity_bytes or 0
+    needs, has = bytes_text(made.peak_bytes), bytes_text(capacity)
     cause = f"{made.binding.name} does not fit: it needs at least {needs}, there are {has} ({there})"
-    if not made.fits_host:
+    if made.peak_bytes <= capacity:  # it is the host that has too little
         cause, rows = f"the run {made.verdict}", made.host
     table = [f"  {name:<15}{bytes_text(count):>12}" for name, count in rows.items() if count]
     remedy = "; or ".join(_text(fix) for fix in made.fixes[:TOLD])

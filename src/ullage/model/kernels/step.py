@@ -1,0 +1,75 @@
+"""An optimizer's step over a piece of bfloat16 weights as one operator: everything is read once and written once.
+
+The kernel is in `step_triton.py`, its plain-torch twins are the rules of `engine/rules.py`. Shapes: n elements.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+BLOCK = 256
+"""Moments that share a scale in 8 bits, as in arXiv:2110.02861."""
+
+
+@torch.library.custom_op(
+    "ullage::step", mutates_args=("weights", "master", "mean", "mean_scale", "square", "square_scale")
+)
+def step_(
+    weights: Tensor,
+    gradient: Tensor,
+    master: Tensor | None,
+    mean: Tensor | None,
+    mean_scale: Tensor | None,
+    square: Tensor | None,
+    square_scale: Tensor | None,
+    scale: float,
+    decay: float,
+    rate: float,
+    betas: Sequence[float],
+    correction: float,
+    eps: float,
+    words: Sequence[int],
+) -> None:
+    """Change the weights [n], their master [n] if they have one, and the moments.
+
+    Moments [n] are float32, or 8-bit codes with a float32 scale for every block; without moments it is SGD. Without a
+    master the weights are rounded stochastically.
+
+    Args:
+        gradient: [n], bfloat16 or float32; multiplied by `scale`.
+        decay: what the weights are multiplied by.
+        rate: the step's size, corrected for the first moment's start at zero.
+        correction: what the second moment is multiplied by, for the same reason.
+        words: two int32 words of random bits each, for the first moment's codes, the second's, and rounding.
+    """
+    from ullage.model.kernels.step_triton import step_into  # a trace needs only shapes
+
+    step_into(
+        weights, gradient, master, mean, mean_scale, square, square_scale,
+        scale, decay, rate, betas, correction, eps, words,
+    )  # fmt: skip
+
+
+@step_.register_fake
+def _(
+    weights: Tensor,
+    gradient: Tensor,
+    master: Tensor | None,
+    mean: Tensor | None,
+    mean_scale: Tensor | None,
+    square: Tensor | None,
+    square_scale: Tensor | None,
+    scale: float,
+    decay: float,
+    rate: float,
+    betas: Sequence[float],
+    correction: float,
+    eps: float,
+    words: Sequence[int],
+) -> None:
+    """Nothing is allocated."""
+    del weights, gradient, master, mean, mean_scale, square, square_scale
+    del scale, decay, rate, betas, correction, eps, words
