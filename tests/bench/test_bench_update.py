@@ -6,11 +6,13 @@ import pytest
 import torch
 
 from ullage.bench.batches import PROMPT, log_normal_lengths
+from ullage.bench.budget import budgets
 from ullage.bench.shapes import multiplied_parameters, shape_config, training_flops
 from ullage.bench.update import ACTIVATIONS, LEVERS, STATE, Workload, bench_config, compared
 from ullage.cli.main import main
+from ullage.config.settle import PATHS
 from ullage.model.random_weights import random_module
-from ullage.model.target import Target
+from ullage.model.target import Target, find_target
 
 CPU = Target("cpu", 0, (0, 0), 8 << 30)
 
@@ -59,3 +61,11 @@ def test_a_small_benchmark_is_written_down(tmp_path, capfd):
     (step,) = written["fit"]
     assert step["fits"] is True
     assert set(step["seconds"]) == {"rollout", "logprob", "update"}
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="measures real models there, for minutes")
+def test_a_budget_alone_gives_a_step_that_runs():
+    (row,) = budgets(find_target("cpu", 0), ["tiny"])
+    assert row["fits"] is True
+    assert set(row["chosen"]) == set(PATHS)
+    assert set(row["planned_gib"]) == set(row["peak_gib"]) == {"load", "rollout", "logprob", "update"}

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
     from ullage.model.target import Target
 
 HELP = "measure speed and memory on this machine"
-PARTS = ("speed", "peers", "head", "levers", "state", "activations", "fit", "endurance", "replay")
+PARTS = ("speed", "peers", "head", "levers", "state", "activations", "fit", "budget", "endurance", "replay")
 ROLLOUT_PARTS = ("batch", "ragged", "groups", "tiny")
 MEMORY_PARTS = ("predict", "measure", "caps")
 RESULTS = Path("benchmarks/results")
@@ -179,7 +179,7 @@ def say(line: str) -> None:
 
 def measured(part: str, target: Target, arguments: argparse.Namespace) -> Iterable[dict[str, Any]]:
     """The rows of one part. A CPU gets the same code on a tiny model: a check that it runs, not a measurement."""
-    from ullage.bench import endurance, fit, head, peers, replay, update
+    from ullage.bench import budget, endurance, fit, head, peers, replay, update
 
     small = target.kind == "cpu"
     if part in ("speed", "peers"):
@@ -189,6 +189,8 @@ def measured(part: str, target: Target, arguments: argparse.Namespace) -> Iterab
         sizes = [(shape, *SIZES.get(shape, SMALL)) for shape in shapes]
         workloads = [update.Workload(shape=shape, tokens=tokens, micro_batch=most) for shape, tokens, most in sizes]
         return chain.from_iterable(peers.peers(workload, target, say=say) for workload in workloads)
+    if part == "budget":
+        return budget.budgets(target, arguments.shapes or (["tiny"] if small else budget.SHAPES))
     if part == "endurance":
         return endurance.endurance(target, steps=20 if small else 200, say=say)
     if part == "replay":
