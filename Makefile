@@ -52,7 +52,7 @@ algorithms: $(VENV)/.development-installed ## Train with the algorithms that `ma
 	$(TEST) -m slow tests/end_to_end/test_algorithms.py
 
 gpu: $(VENV)/.development-installed ## Run the tests that need a CUDA device
-	$(TEST) -m gpu tests/gpu
+	$(TEST) -m gpu tests/gpu tests/model/test_quantise.py tests/invariants
 
 gsm8k: $(VENV)/.development-installed ## Train SmolLM2 on GSM8K for two steps (minutes on a CPU)
 	$(TEST) -m slow --timeout 3600 tests/slow -k gsm8k

@@ -4,10 +4,12 @@ import json
 
 import pytest
 
+from ullage.bench.company import differing
 from ullage.bench.rollout import WORKLOADS, groups, ragged
 from ullage.bench.roofline import H200, Ceiling, cache_bytes, decode_seconds, prefill_seconds, weight_numbers
 from ullage.bench.shapes import shape_config
 from ullage.cli.main import main
+from ullage.rollout.sampling import Sample
 
 
 def test_bytes_and_products_of_a_small_shape():
@@ -44,11 +46,21 @@ def test_the_small_form_is_written_down(tmp_path, capfd):
     out = tmp_path / "rollout.json"
     assert main(["bench", "rollout", "--out", str(out), "--json"]) == 0
     printed, written = json.loads(capfd.readouterr().out), json.loads(out.read_text())
-    assert written["command"] == "ullage bench rollout --only tiny"
+    assert written["command"] == "ullage bench rollout --only tiny company"
     rows = written["tiny"]
-    assert printed == {"tiny": rows}
+    assert printed == {"tiny": rows, "company": written["company"]}
+    # On a CPU no sample hangs on its company.
+    assert [row["differing_tokens_percent"] for row in written["company"]] == [0.0, 0.0]
     engines = [row["engine"] for row in rows if row["engine"] != "trl"]  # which may not be installed
     assert engines == ["ullage", "generate", "ullage", "ullage", "ullage, read apart", "ullage, prompts apart"]
     assert [row["workload"] for row in rows][:2] == ["4 x (8 + 6)"] * 2
     # Float32 on a CPU: everybody gives the log-probs of the same weights.
     assert all(row["logprob_gap"] < 1e-5 for row in rows)
+
+
+def test_tokens_differ_from_the_first_difference_on():
+    def samples(*rows):
+        return [Sample(group=0, index=0, token_ids=row, logprobs=(), finish_reason="length") for row in rows]
+
+    found = differing(samples((1, 2, 3, 4), (5, 6, 7, 8)), samples((1, 9, 3, 4), (5, 6, 7, 8)))
+    assert found == {"differing_samples_percent": 50.0, "differing_tokens_percent": 37.5, "first_difference": 1}

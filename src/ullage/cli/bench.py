@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HELP = "measure speed and memory on this machine"
 PARTS = ("speed", "peers", "head", "levers", "state", "activations", "fit", "budget", "endurance", "replay")
-ROLLOUT_PARTS = ("batch", "ragged", "groups", "tiny")
+ROLLOUT_PARTS = ("batch", "ragged", "groups", "company", "tiny")
 MEMORY_PARTS = ("predict", "measure", "caps")
 RESULTS = Path("benchmarks/results")
 SIZES = {"0.5B": (32768, 32768), "1.5B": (32768, 32768), "7B": (16384, 16384)}
@@ -84,14 +84,17 @@ def _update(arguments: argparse.Namespace) -> int:
 
 
 def _rollout(arguments: argparse.Namespace) -> int:
-    from ullage.bench import rollout
+    from ullage.bench import company, rollout
     from ullage.model.target import find_target
 
     target = find_target("auto", 0)
     small = target.kind == "cpu"
-    wanted = arguments.only or (["tiny"] if small else [part for part in ROLLOUT_PARTS if part != "tiny"])
+    wanted = arguments.only or (["tiny", "company"] if small else [part for part in ROLLOUT_PARTS if part != "tiny"])
 
     def rows(part: str) -> Iterator[dict[str, Any]]:
+        if part == "company":
+            yield from company.company(target, "tiny" if small else "Qwen3-0.6B", response=8 if small else 256)
+            return
         for work in rollout.WORKLOADS[part]():
             if arguments.shapes is None or work.shape in arguments.shapes:
                 yield from rollout.measured(work, target, rounds=1 if small else 2)
