@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cache
 from inspect import signature
 from typing import Any, NamedTuple, Protocol
 
@@ -133,8 +134,6 @@ class Sequences:
         """[H, T, d], [K, T, d], [K, T, d] -> [T, H, d] by the flash kernel for sequences of any length."""
         from torch.nn.attention.varlen import varlen_attn
 
-        # torch 2.11 takes fewer key-value heads than query heads as they are; later versions want to be told.
-        grouped: dict[str, Any] = {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
         query, key, value = (x.transpose(0, 1) for x in (query, key, value))
         if self.key_places is not None:
             key, value = (_Gathered.apply(x, self.key_places) for x in (key, value))  # type: ignore[no-untyped-call]
@@ -148,10 +147,18 @@ class Sequences:
             self.longest_key,
             scale=extras.scaling,
             window_size=(extras.window - 1, 0) if extras.window else (-1, 0),
-            **grouped,
+            **_grouped(),
         )
         assert isinstance(out, Tensor), "no log-sum-exp was asked for"
         return out
+
+
+@cache
+def _grouped() -> dict[str, Any]:
+    """torch 2.11 takes fewer key-value heads than query heads as they are; later versions want to be told."""
+    from torch.nn.attention.varlen import varlen_attn
+
+    return {"enable_gqa": True} if "enable_gqa" in signature(varlen_attn).parameters else {}
 
 
 def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
