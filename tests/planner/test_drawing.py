@@ -6,12 +6,13 @@ import pytest
 
 from ullage.config.load import load_mapping
 from ullage.model.kernels import paged
+from ullage.planner import components as c
 from ullage.planner import drawing as drawn
 from ullage.planner.components import MIB, WORKSPACE
 from ullage.planner.drawing import Drawing
 from ullage.planner.model_shape import Shape, find_shape
 from ullage.planner.phases import Layout
-from ullage.rollout.embedded import requests, state
+from ullage.rollout.embedded import engine, requests, state
 
 SEGMENT = drawn.SEGMENT_TOKENS
 SEVEN, EIGHT = find_shape("Qwen2.5-7B"), find_shape("Qwen3-8B")
@@ -26,6 +27,7 @@ def drawing(shape, **given):
 def test_the_planner_s_numbers_are_those_of_the_engine():
     kernels = paged.SEGMENTS, paged.PREFIX_SEGMENTS, paged.LEAST_SEGMENT
     assert kernels == (drawn.SEGMENTS, drawn.PREFIX_SEGMENTS, drawn.SEGMENT_TOKENS)
+    assert (engine.PREFILL_TOKENS, engine.PREFILL_ELEMENTS) == (c.PREFILL_TOKENS, c.PREFILL_ELEMENTS)
     assert (requests.SHARED_LEAST, state.LEAST_MEMBERS) == (drawn.LEAST_SHARED, drawn.LEAST_MEMBERS)
 
 

@@ -12,7 +12,7 @@ from ullage.batch.pack import Limits
 from ullage.bench.clock import free
 from ullage.bench.shapes import shaped_model
 from ullage.model.target import Target
-from ullage.rollout.embedded.engine import PREFILL_TOKENS, Engine
+from ullage.rollout.embedded.engine import Engine
 from ullage.rollout.sampling import GroupRequest, Sample, Sampling
 
 TOGETHER, APART = 64, 7
@@ -28,10 +28,10 @@ def company(target: Target, shape: str, *, prompt: int = 100, response: int = 25
     prompts = torch.randint(10, vocabulary, (TOGETHER, prompt), generator=chance).tolist()
     requests = [GroupRequest(prompt=tuple(ids), seeds=(derive(i),)) for i, ids in enumerate(prompts)]
     sampling = Sampling(max_tokens=response, ignore_eos=True)
-    few = Limits(max_tokens=PREFILL_TOKENS, max_sequences=APART)
     for deterministic in (False, True):
         engine = Engine(model, slots=TOGETHER, max_length=prompt + response, deterministic=deterministic)
         together = engine.generate(requests, sampling)
+        few = Limits(max_tokens=engine.limits.max_tokens, max_sequences=APART)
         apart = engine.generate(requests, sampling, limits=few)
         yield {
             "shape": shape,

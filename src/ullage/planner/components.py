@@ -23,8 +23,8 @@ HEAD_CHUNK = 3072
 """Positions whose logits are alive at once (model/fused_head.py)."""
 PAGE = 16
 """Tokens of a page of the KV cache (rollout/embedded/pages.py)."""
-PREFILL_TOKENS = 4096
-"""Prompt tokens of one prefill pass (rollout/embedded/engine.py)."""
+PREFILL_TOKENS, PREFILL_ELEMENTS = 16384, 1 << 24
+"""Prompt tokens of one prefill pass, or elements of their hidden states (rollout/embedded/engine.py)."""
 SLAB = 64 * MIB
 """Host memory for activations grows by this much (engine/offload.py)."""
 LEAST_MOVED = MIB

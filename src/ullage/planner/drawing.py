@@ -49,7 +49,8 @@ class Drawing:
     @property
     def prefill(self) -> Pass:
         """A pass over prompts."""
-        tokens = min(max(c.PREFILL_TOKENS // self.prompt, 1), -(-self.slots // self.n)) * self.prompt
+        most = min(c.PREFILL_TOKENS, c.PREFILL_ELEMENTS // self.shape.hidden)
+        tokens = min(max(most // self.prompt, 1), -(-self.slots // self.n)) * self.prompt
         return Pass(tokens=tokens, positions=0, width=self.width, rank=self.rank)
 
     def logits(self) -> Term:

@@ -18,8 +18,9 @@ from ullage.rollout.embedded.session import Drawn, Session
 from ullage.rollout.embedded.state import SlotState
 from ullage.rollout.sampling import GroupRequest, Sample, Sampling
 
-PREFILL_TOKENS = 4096
-"""Prompt tokens of one prefill pass."""
+PREFILL_TOKENS, PREFILL_ELEMENTS = 16384, 1 << 24
+"""Prompt tokens of one prefill pass, and elements of their hidden states, whichever is less: a narrow model's layer is
+through with few tokens before the host has started the next."""
 MOVING_ROPES = ("dynamic", "longrope")
 """Rotary embeddings that look at the longest sequence on the host and replace their numbers: not to be captured."""
 WINDOW = 16
@@ -65,7 +66,8 @@ class Engine:
         num_pages = pages_for(cache_tokens) if cache_tokens else slots * per_sequence
         arena, self.is_lent = make_arena(model, num_pages, lent)
         self.pages = Pages(arena)
-        self.limits = Limits(max_tokens=PREFILL_TOKENS, max_sequences=slots)
+        hidden = model.module.config.get_text_config().hidden_size
+        self.limits = Limits(max_tokens=min(PREFILL_TOKENS, PREFILL_ELEMENTS // hidden), max_sequences=slots)
         """Prompt tokens of one prefill pass, and samples decoded at once; a call may ask for less."""
         window = window or (1 if target.kind == "cpu" else WINDOW)
         state = SlotState(
