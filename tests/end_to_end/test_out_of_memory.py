@@ -90,7 +90,7 @@ def test_repeated_at_half_the_budget(ullage, task, tmp_path, undisturbed):
     done = "ran out of memory: repeated, and from now on done, in passes of"
     key = "to begin with that, set actor_rollout_ref"
     assert [line.split("step 1: ")[1] for line in events_of(run) if done in line] == [
-        f"rollout {done} 8 instead of 4096 tokens and 16 instead of 32 sequences; {key}.rollout.max_num_seqs=16",
+        f"rollout {done} 8 instead of 16384 tokens and 16 instead of 32 sequences; {key}.rollout.max_num_seqs=16",
         f"logprob {done} 12 instead of 24 tokens; {key}.actor.ppo_max_token_len_per_gpu=12",
         f"reference {done} 12 instead of 24 tokens; {key}.ref.log_prob_max_token_len_per_gpu=12",
         f"values {done} 12 instead of 24 tokens; to begin with that, set critic.ppo_max_token_len_per_gpu=12",
