@@ -132,6 +132,6 @@ def supports(trunk: Trunk) -> bool:
         all(hasattr(layer.self_attn, name) for name in ATTENTION_PARTS)
         and all(hasattr(layer.mlp, name) for name in MLP_PARTS)
         and hasattr(layer.self_attn, "q_norm") == hasattr(layer.self_attn, "k_norm")
-        and all(isinstance(getattr(layer, name, None), torch.nn.Module) for name in ("input_layernorm",))
+        and isinstance(getattr(layer, "input_layernorm", None), torch.nn.Module)
         for layer in layers
     ) and hasattr(base, "rotary_emb")
