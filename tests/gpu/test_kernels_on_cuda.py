@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ullage.model.kernels import fused, paged, sample
+from ullage.model.kernels import fused, newest, paged, sample
 from ullage.model.kernels.truncate import least_kept
 from ullage.rollout.embedded.bookkeeping import feed_fused, feed_plain, note_fused, note_plain
 from ullage.rollout.embedded.sampler import kept
@@ -121,7 +121,7 @@ def test_rotating_and_storing(count, size, normed):
         arena = canary.to(device)
         arguments = [x.to(device) for x in (*parts, cos, sin)]
         norms = [None if x is None else x.to(device) for x in weights]
-        out, keys = fused.rotate_and_store(*arguments, arena, 1, places.to(device), *norms, 1e-6, normed)
+        out, keys = fused.rotate_and_store(*arguments, *norms, 1e-6, arena, 1, places.to(device), normed)
         results.append((out.cuda(), keys.cuda(), arena.cuda()))
     (got, got_keys, got_arena), (want, want_keys, want_arena) = results
     close(got, want)
@@ -131,6 +131,47 @@ def test_rotating_and_storing(count, size, normed):
     close(got_arena, want_arena)
     unchanged = (want_arena == canary).flatten(3).all(-1)
     assert torch.equal(got_arena[unchanged], canary[unchanged])
+
+
+@pytest.mark.parametrize("longest", [400, 1500])
+@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize(("heads", "kv_heads", "size"), [(14, 2, 64), (12, 2, 128), (16, 8, 128), (6, 2, 80)])
+@pytest.mark.parametrize("normed", [False, True])
+def test_the_newest_token_is_three_steps_in_one(heads, kv_heads, size, normed, window, longest):
+    count = 90
+    cache = Cache(count, kv_heads, size, longest)
+    widths = [n * size for n in (heads, kv_heads, kv_heads)]
+    parts = random(count, sum(widths)).split(widths, dim=1)
+    weights = (random(size, seed=5) + 2, random(size, seed=6) + 2) if normed else (None, None)
+    angles = random(count, size // 2, dtype=torch.float32, seed=3).repeat(1, 2)
+    turn = fused.Turn(angles.cos().bfloat16(), angles.sin().bfloat16(), *weights, 1e-6)
+    table, lengths = cache.table.cuda(), cache.lengths.cuda()
+    last = (lengths - 1).clamp(min=0)
+    places = (table.gather(1, (last // PAGE)[:, None])[:, 0] * PAGE + last % PAGE).where(lengths > 0, -1).long()
+    # Where the new token goes there is nothing yet.
+    cache.arena[1].flatten(1, 2)[:, places[places >= 0]] = float("nan")
+    other = cache.arena.clone()
+    rows, _ = fused.rotate_and_store(*parts, *turn, other, 1, places, False)
+    got = newest.attend_newest(*parts, turn, cache.arena, 1, places, table, lengths, 0.03, window)
+    # The norm's sum has another order, which now and then moves a rounding.
+    close(cache.arena.nan_to_num(), other.nan_to_num(), steps=1)
+    assert torch.equal(cache.arena.isnan(), other.isnan())
+    assert torch.equal(cache.arena[:, 1].nan_to_num(), other[:, 1].nan_to_num())
+    if not normed:
+        assert torch.equal(cache.arena.nan_to_num(), other.nan_to_num())
+    known = table.where(table < 2**30, 0).long()
+    want = paged.paged_attention(rows.double(), other.double(), 1, known, lengths, 0.03, window, True)
+    close(got, want.masked_fill((lengths == 0)[:, None, None], 0))
+
+
+@pytest.mark.parametrize("half", [32, 64, 40])
+def test_rotations_of_far_positions(half):
+    positions = torch.arange(0, 131_072, 13, device="cuda")
+    frequencies = (1e6 ** -(torch.arange(half, device="cuda") / half)).float()
+    angles = (positions[:, None].float() * frequencies).repeat(1, 2)
+    cos, sin = fused.rotations(positions, frequencies, 1.25, torch.bfloat16)
+    assert torch.equal(cos, (angles.cos() * 1.25).bfloat16())
+    assert torch.equal(sin, (angles.sin() * 1.25).bfloat16())
 
 
 @pytest.mark.parametrize("count", ROWS)
@@ -149,8 +190,9 @@ def test_sums_norms_and_gates(count, hidden):
 
 
 @pytest.mark.parametrize("count", ROWS)
-def test_samples_and_their_log_probs(count):
-    logits = 3 * random(count, VOCABULARY, dtype=torch.float32)
+@pytest.mark.parametrize("vocabulary", [700, 50_257, VOCABULARY])  # less than a block, rows that begin anywhere
+def test_samples_and_their_log_probs(count, vocabulary):
+    logits = 3 * random(count, vocabulary, dtype=torch.float32)
     temperature = torch.tensor([0.0, 0.7, 1.0, 1.3], device="cuda").repeat(count)[:count]
     seeds = torch.arange(count, device="cuda") * 2**40 + 17
     positions = torch.arange(count, device="cuda")
@@ -159,6 +201,22 @@ def test_samples_and_their_log_probs(count):
     assert (tokens != want_tokens).sum() <= count // 100  # two almost equal candidates
     same = tokens == want_tokens
     assert (logprobs - want)[same].abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_rows_without_numbers_name_an_id_and_say_so(temperature):
+    logits = 3 * random(5, 5000, dtype=torch.float32)
+    logits[0] = float("nan")
+    logits[1] = -float("inf")
+    logits[2, [0, 1030, 4999]] = float("nan")
+    logits[3, :4999] = -float("inf")
+    each = torch.arange(5, device="cuda")
+    given = (logits, torch.full((5,), temperature, device="cuda"), each, each)
+    tokens, logprobs = sample.sample_fused(*given)
+    want, _ = sample.sample_plain(*given)
+    assert torch.equal(tokens, want)
+    assert tokens[[0, 1, 3]].tolist() == [0, 0, 4999]
+    assert logprobs.isnan().tolist() == [True, True, True, False, False]
 
 
 def test_truncation_keeps_what_a_sort_keeps():

@@ -77,11 +77,13 @@ def test_sgd_is_plain_torchs_bit_for_bit(rounding):
 @pytest.mark.usefixtures("clipped")
 @pytest.mark.parametrize("gradients", ["weights", "float32"])
 def test_adamws_masters_are_torchs_but_for_last_bits(gradients):
+    """Decay and step round twice each time, in either order of the formula: at most 4 x 2^-24 a step, and the factor
+    of the decay once more. Those are 25 x 2^-24 after five steps."""
     got = trained("adamw", Levers(gradients=gradients))
     want = trained("adamw", Levers(gradients=gradients), fused=False)
     for name in ("p0", "p1", "p2"):
         one, other = got[f"master/{name}"], want[f"master/{name}"]
-        assert ((one - other).abs() <= 2**-20 * (other.abs() + STEPS * RATE)).all(), name
+        assert ((one - other).abs() <= 25 * 2**-24 * (other.abs() + STEPS * RATE)).all(), name
         assert torch.equal(got[name], one.bfloat16())
 
 

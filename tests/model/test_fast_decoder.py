@@ -8,7 +8,6 @@ from transformers import AutoConfig
 from ullage.model.attention import Extras, Span
 from ullage.model.fast_decoder import FastDecoder, siblings, supports
 from ullage.model.kernels import fused
-from ullage.model.kernels.paged import paged_attention
 from ullage.model.lora import Settings, new_adapter
 from ullage.model.random_weights import random_model
 from ullage.model.side_by_side import lay_side_by_side
@@ -86,10 +85,7 @@ def test_hidden_states_are_those_of_transformers(name, together):
     layout = DecodeLayout(other, places, table, cached + 1, CPU)
     want = model.hidden(ids[None], cached[None], layout)
 
-    def attend(layer, query, extras):
-        return paged_attention(query, arena, layer, table, cached + 1, extras.scaling, extras.window, True)
-
-    got = FastDecoder(model).hidden(ids, cached, arena, places, attend)
+    got = FastDecoder(model).hidden(ids, cached, DecodeLayout(arena, places, table, cached + 1, CPU).attend_projected)
     torch.testing.assert_close(got, want, rtol=0, atol=5e-6)
     torch.testing.assert_close(arena, other, rtol=0, atol=5e-6, equal_nan=True)
     assert not torch.equal(got[0], got[1])
@@ -107,7 +103,7 @@ def test_prompts_are_prefilled_as_by_transformers(name, together):
     other, last = arena.clone(), torch.tensor(lengths).cumsum(0) - 1
     want = model.hidden(ids[None], positions[None], PrefillLayout(spans, other, places, CPU))[last]
     layout = PrefillLayout(spans, arena, places, CPU)
-    got = FastDecoder(model).hidden(ids, positions, arena, places, layout.read, last)
+    got = FastDecoder(model).hidden(ids, positions, layout.attend_projected, last)
     torch.testing.assert_close(got, want, rtol=0, atol=5e-6)
     torch.testing.assert_close(arena, other, rtol=0, atol=5e-6, equal_nan=True)
     assert not torch.equal(got[0], got[1])
@@ -116,14 +112,11 @@ def test_prompts_are_prefilled_as_by_transformers(name, together):
 @torch.no_grad()
 def test_what_reads_one_input_is_one_product_where_its_weights_lie_side_by_side():
     model = make("qwen2")
-    arena, table, ids = prefilled(model, (5, 9))
-    cached = torch.tensor((5, 9))
+    ids, cached = torch.tensor((1, 2)), torch.tensor((5, 9))
 
     def products():
         with Products() as seen:
-            FastDecoder(model).hidden(
-                ids, cached, arena, table[:, 0] * PAGE + cached, lambda layer, query, extras: torch.zeros_like(query)
-            )
+            FastDecoder(model).hidden(ids, cached, lambda layer, query, *rest: torch.zeros_like(query))
         return seen.widths
 
     layer = [96, 32, 32, 48, 80, 80, 48]
@@ -163,10 +156,8 @@ def test_adapters_are_applied():
     layout = DecodeLayout(arena.clone(), places, table, cached + 1, CPU)
     want = adapted.hidden(ids[None], cached[None], layout)
 
-    def attend(layer, query, extras):
-        return paged_attention(query, arena, layer, table, cached + 1, extras.scaling, extras.window, True)
-
-    got = FastDecoder(adapted).hidden(ids, cached, arena, places, attend)
+    layout = DecodeLayout(arena, places, table, cached + 1, CPU)
+    got = FastDecoder(adapted).hidden(ids, cached, layout.attend_projected)
     torch.testing.assert_close(got, want, rtol=0, atol=5e-6)
 
 
@@ -185,14 +176,12 @@ def test_other_layers_are_left_to_transformers(kind, options):
 def test_extras_of_the_family_are_scale_and_window_alone():
     seen = []
     model = make("mistral", sliding_window=7)
-    arena, table, ids = prefilled(model, (3,))
-    cached = torch.tensor([3])
 
-    def attend(layer, query, extras):
+    def attend(layer, query, key, value, turn, extras):
         seen.append((layer, extras))
         return torch.zeros_like(query)
 
-    FastDecoder(model).hidden(ids, cached, arena, table[:, 0] * PAGE + cached, attend)
+    FastDecoder(model).hidden(torch.tensor([1]), torch.tensor([3]), attend)
     assert seen == [(layer, Extras(16**-0.5, 7, None, None)) for layer in range(3)]
 
 
@@ -204,10 +193,13 @@ def test_shapes_without_bytes():
     cos = torch.empty(5, 16, device="meta", dtype=torch.bfloat16)
     arena = torch.empty(1, 2, 4, PAGE, 2, 16, device="meta", dtype=torch.bfloat16)
     places = torch.empty(5, device="meta", dtype=torch.long)
-    rest = (cos, cos, arena, 0, places, None, None, 0.0)
+    rest = (cos, cos, None, None, 0.0, arena, 0, places)
     for keeps_keys, tokens in ((False, 0), (True, 5)):
         out, keys = fused.rotate_and_store(x, x[:, :32], x[:, :32], *rest, keeps_keys)
         assert (out.shape, out.device.type) == ((5, 3, 16), "meta")
         assert (keys.shape, keys.device.type) == ((tokens, 2, 16), "meta")
+    assert fused.norm(x, x[0], 1e-6).shape == x.shape
+    for made in fused.rotations(places, torch.empty(8, device="meta"), 1.0, torch.bfloat16):
+        assert (made.shape, made.dtype, made.device.type) == ((5, 16), torch.bfloat16, "meta")
     assert fused.gate(x, x).shape == x.shape
     assert fused.gate(x[:, :24], x[:, 24:]).is_contiguous()

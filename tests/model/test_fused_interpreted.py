@@ -33,6 +33,28 @@ def test_sums_and_their_norms(rows, width):
     torch.testing.assert_close(normed, want_normed, rtol=1e-3, atol=1e-3)
 
 
+def test_norms_alone():
+    from ullage.model.kernels.fused_triton import add_norm_into
+
+    x, weight = random(5, 200) * 3, random(200)
+    normed = torch.empty_like(x)
+    add_norm_into(None, normed, x, None, weight, 1e-6)
+    torch.testing.assert_close(normed, fused.norm(x, weight, 1e-6), rtol=1e-3, atol=1e-3)
+
+
+@pytest.mark.parametrize("half", [8, 40])
+def test_rotations(half):
+    from ullage.model.kernels.fused_triton import rotations_into
+
+    positions = torch.tensor([0, 1, 2, 77, 4095])
+    frequencies = 1e4 ** -(torch.arange(half) / half)
+    cos, sin = torch.full((2, 7, 2 * half), CANARY, dtype=torch.half)
+    rotations_into(cos[1:-1], sin[1:-1], positions, frequencies, 1.5)
+    for got, want in zip((cos, sin), fused.rotations(positions, frequencies, 1.5, torch.half), strict=True):
+        torch.testing.assert_close(got[1:-1], want, rtol=0, atol=1.5 * 2**-11)
+        assert bool((got[[0, -1]] == CANARY).all())
+
+
 def test_the_gate():
     from ullage.model.kernels.fused_triton import gate_into
 
@@ -77,8 +99,8 @@ def test_keys_and_values_go_to_their_places_and_nobodys_go_nowhere(heads, kv_hea
     for layer in range(layers):
         out, keys = query.new_empty(tokens, heads, size), key.new_empty(tokens if joint else 0, kv_heads, size)
         rest = (query_norm, key_norm, 1e-6)
-        rotate_and_store_into(out, keys, query, key, value, cos, sin, arena, layer, places, *rest)
-        want, want_keys = fused.rotate_and_store(query, key, value, cos, sin, other, layer, places.long(), *rest, joint)
+        rotate_and_store_into(out, keys, query, key, value, cos, sin, *rest, arena, layer, places)
+        want, want_keys = fused.rotate_and_store(query, key, value, cos, sin, *rest, other, layer, places.long(), joint)
         torch.testing.assert_close(out, want, rtol=2e-3, atol=2e-3)
         torch.testing.assert_close(keys, want_keys, rtol=2e-3, atol=2e-3)
     torch.testing.assert_close(arena, other, rtol=2e-3, atol=2e-3)

@@ -1,13 +1,16 @@
-"""Gumbel-max with counted noise: exact bits, distribution, independence, and what a draw may not depend on."""
+"""The race in two rounds: its noise to the bit, its distribution, and what a draw may not depend on."""
 
 import math
 
 import numpy
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
+from ullage.model.kernels import sample
 from ullage.model.kernels.sample import gumbel, noise_bits, row_keys, sample_fused, sample_plain
 
+INF = float("inf")
 MASK = (1 << 64) - 1
 
 
@@ -28,16 +31,34 @@ def mixed(state, shifts, factors):
 
 
 def bits_of(seed, position, token):
-    """The definition on Python integers."""
+    """The definition on Python integers; a block is a negative number."""
     key = splitmix(seed, position)
     state = mixed((token + key) & 0xFFFFFFFF, (16, 13, 16), (0x85EBCA6B, 0xC2B2AE35))
     return mixed((state + (key >> 32)) & 0xFFFFFFFF, (16, 15, 15), (0x21F0AAAD, 0xD35A2D97))
 
 
+def noise_of(seed, position, number):
+    return -math.log(-math.log1p(-(bits_of(seed, position, number) + 0.5) / 2**32))
+
+
+def race(x, seed, position, block):
+    """The definition on Python floats: the token, and the block that won the first round."""
+    blocks = [x[start : start + block] for start in range(0, len(x), block)]
+    scores = [math.log(math.fsum(map(math.exp, of))) + noise_of(seed, position, -1 - b) for b, of in enumerate(blocks)]
+    winner = scores.index(max(scores))
+    first = winner * block
+    scores = [value + noise_of(seed, position, first + i) for i, value in enumerate(blocks[winner])]
+    return first + scores.index(max(scores)), winner
+
+
+def ids(count):
+    return torch.arange(count, dtype=torch.int32)
+
+
 def bits(rows, vocabulary, seed=0):
     """[rows, V] unsigned, as float64: rows are positions of one seed."""
     keys = row_keys(torch.full((rows,), seed), torch.arange(rows))
-    return noise_bits(keys, vocabulary).double() % 2.0**32
+    return noise_bits(keys, ids(vocabulary)).double() % 2.0**32
 
 
 def excess(counts, expected):
@@ -45,6 +66,11 @@ def excess(counts, expected):
     counts = counts.double()
     freedom = counts.numel() - 1
     return (((counts - expected) ** 2 / expected).sum().item() - freedom) / math.sqrt(2 * freedom)
+
+
+def chi_square(counts, probabilities):
+    expected = probabilities.double() * counts.sum()
+    return ((counts - expected) ** 2 / expected).sum().item()
 
 
 def test_keys_are_splitmix64():
@@ -63,9 +89,10 @@ def test_the_first_mixer_is_murmurs():
 def test_bits_equal_integer_arithmetic():
     seeds = [0, 1, 2**31, 2**62 + 12345, 2**63 - 1, -5]
     positions = [0, 1, 511, 32768, 10**6, 3]
-    got = noise_bits(row_keys(torch.tensor(seeds), torch.tensor(positions)), 300)
+    got = noise_bits(row_keys(torch.tensor(seeds), torch.tensor(positions)), ids(300) - 150)
     for row, seed, position in zip(got.tolist(), seeds, positions, strict=True):
-        assert [value & 0xFFFFFFFF for value in row] == [bits_of(seed & MASK, position, token) for token in range(300)]
+        want = [bits_of(seed & MASK, position, number) for number in range(-150, 150)]
+        assert [value & 0xFFFFFFFF for value in row] == want
 
 
 def test_gumbel_is_finite_and_exact_at_both_ends():
@@ -75,7 +102,8 @@ def test_gumbel_is_finite_and_exact_at_both_ends():
 
 
 def test_a_row_has_no_number_twice():
-    assert bits(1, 200_000)[0].unique().numel() == 200_000
+    keys = row_keys(torch.tensor([0]), torch.tensor([0]))
+    assert noise_bits(keys, ids(200_200) - 200).unique().numel() == 200_200, "of tokens and blocks"
 
 
 def test_neighbours_in_id_and_position_are_independent():
@@ -91,7 +119,7 @@ def test_neighbours_in_id_and_position_are_independent():
 
 def test_neighbouring_seeds_are_independent():
     seeds = torch.arange(41)
-    numbers = noise_bits(row_keys(seeds, torch.full_like(seeds, 7)), 20_000) >> 28
+    numbers = noise_bits(row_keys(seeds, torch.full_like(seeds, 7)), ids(20_000)) >> 28
     pairs = torch.bincount(((numbers[:-1] + 8) * 16 + numbers[1:] + 8).flatten(), minlength=256)
     assert abs(excess(pairs, 40 * 20_000 / 256)) < 4
 
@@ -104,12 +132,12 @@ def test_every_input_bit_turns_half_of_the_output():
         changed = (one ^ other)[:, None] >> torch.arange(32, dtype=torch.int32) & 1
         return changed.double().mean(0)
 
-    first = noise_bits(row_keys(base, zeros), 1)[:, 0]
-    worst = [flips(first, noise_bits(row_keys(base ^ (1 << bit), zeros), 1)[:, 0]) for bit in range(63)]
-    worst += [flips(first, noise_bits(row_keys(base, zeros + (1 << bit)), 1)[:, 0]) for bit in range(20)]
-    row = noise_bits(row_keys(base[:1] + 9, zeros[:1]), 1 << 17)[0]
-    ids = torch.arange(2000) * 61
-    worst += [flips(row[ids], row[ids ^ (1 << bit)]) for bit in range(17)]
+    first = noise_bits(row_keys(base, zeros), ids(1))[:, 0]
+    worst = [flips(first, noise_bits(row_keys(base ^ (1 << bit), zeros), ids(1))[:, 0]) for bit in range(63)]
+    worst += [flips(first, noise_bits(row_keys(base, zeros + (1 << bit)), ids(1))[:, 0]) for bit in range(20)]
+    row = noise_bits(row_keys(base[:1] + 9, zeros[:1]), ids(1 << 17))[0]
+    some = torch.arange(2000) * 61
+    worst += [flips(row[some], row[some ^ (1 << bit)]) for bit in range(17)]
     assert (torch.stack(worst) - 0.5).abs().max() < 5 * 0.5 / math.sqrt(2000)
 
 
@@ -126,36 +154,72 @@ def test_the_winner_of_equal_logits_is_any_id():
     assert torch.equal(drawn, tokens)
 
 
-def test_frequencies_match_probabilities():
-    probabilities = torch.tensor([0.4, 0.3, 0.15, 0.1, 0.05, 0.0])
-    count = 20_000
+@pytest.mark.parametrize(("vocabulary", "block"), [(10, 4), (12, 4), (7, 1024), (2500, 1024)])
+def test_tokens_and_log_probs_are_those_of_the_definition(monkeypatch, vocabulary, block):
+    monkeypatch.setattr(sample, "BLOCK", block)
+    logits = torch.randn(40, vocabulary, dtype=torch.float64, generator=torch.Generator().manual_seed(vocabulary))
+    seeds, positions = torch.arange(40) * 2**57, torch.arange(40) % 3
+    tokens, logprobs = sample_plain(logits, torch.full((40,), 0.8, dtype=torch.float64), seeds, positions)
+    winners = set()
+    for row, x in enumerate((logits / 0.8).tolist()):
+        token, winner = race(x, seeds[row].item(), positions[row].item(), block)
+        winners.add(winner)
+        assert tokens[row] == token
+        want = x[token] - math.log(math.fsum(map(math.exp, x)))
+        assert logprobs[row].item() == pytest.approx(want, rel=0, abs=1e-12)
+    assert winners == set(range(-(-vocabulary // block))), "every block, the short one too"
+
+
+@pytest.mark.parametrize("block", [1, 4, 1024])
+def test_frequencies_match_probabilities(monkeypatch, block):
+    """Of ids and of blocks: where a block is one id the first round decides all, where it is everything the second."""
+    monkeypatch.setattr(sample, "BLOCK", block)
+    probabilities = torch.tensor([0.3, 0.1, 0.05, 0.05, 0.02, 0.18, 0.0, 0.2, 0.06, 0.04])  # of four: 0.5, 0.4, 0.1
+    count = 40_000
     logits = probabilities.log().expand(count, -1) * 0.7 + 3.0
     tokens, logprobs = sample_plain(
         logits, torch.full((count,), 0.7), torch.arange(count), torch.zeros(count, dtype=torch.long)
     )
-    frequencies = torch.bincount(tokens, minlength=6)
-    assert frequencies[5] == 0
-    expected = probabilities[:5] * count
-    assert ((frequencies[:5] - expected) ** 2 / expected).sum().item() < 9.49, "5 % with four degrees of freedom"
+    frequencies = torch.bincount(tokens, minlength=10)
+    assert frequencies[6] == 0
+    there = probabilities > 0
+    assert chi_square(frequencies[there], probabilities[there]) < 15.51, "5 % with eight degrees of freedom"
+    of_blocks = torch.bincount(tokens // 4)
+    assert chi_square(of_blocks, torch.tensor([0.5, 0.4, 0.1])) < 5.99, "5 % with two"
     torch.testing.assert_close(logprobs, probabilities.log()[tokens], rtol=0, atol=1e-6)
 
 
-def test_successive_draws_are_independent():
+def test_frequencies_of_whole_blocks_and_a_short_one():
+    probabilities = {0: 0.1, 700: 0.2, 1023: 0.05, 1024: 0.3, 2047: 0.05, 2048: 0.1, 2499: 0.2}
+    logits = torch.full((2500,), -INF)
+    logits[list(probabilities)] = torch.tensor(list(probabilities.values())).log()
+    count = 4000
+    tokens, _ = sample_plain(logits.expand(count, -1), torch.ones(count), torch.full((count,), 21), torch.arange(count))
+    frequencies = torch.bincount(tokens, minlength=2500)[list(probabilities)]
+    assert frequencies.sum() == count, "nothing else"
+    wanted = torch.tensor(list(probabilities.values()))
+    assert chi_square(frequencies, wanted) < 12.59, "5 % with six degrees of freedom"
+
+
+@pytest.mark.parametrize("block", [1, 2, 1024])
+def test_successive_draws_are_independent(monkeypatch, block):
+    monkeypatch.setattr(sample, "BLOCK", block)
     rows = 20_000
     logits = torch.tensor([0.5, 0.3, 0.2]).log().expand(rows, -1)
     zeros = torch.zeros(rows, dtype=torch.long)
     tokens, _ = sample_plain(logits, torch.ones(rows), zeros + 11, torch.arange(rows))
-    expected = torch.outer(logits[0].exp(), logits[0].exp()).flatten() * (rows - 1)
     pairs = torch.bincount(tokens[:-1] * 3 + tokens[1:], minlength=9)
-    assert ((pairs - expected) ** 2 / expected).sum().item() < 15.5, "5 % with eight degrees of freedom"
+    expected = torch.outer(logits[0].exp(), logits[0].exp()).flatten()
+    assert chi_square(pairs, expected) < 15.51, "5 % with eight degrees of freedom"
 
 
 @pytest.mark.invariant
-def test_a_row_is_the_same_in_any_company_to_the_bit():
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_a_row_is_the_same_in_any_company_to_the_bit(dtype):
     generator = torch.Generator().manual_seed(0)
-    logits = torch.randn(70, 8191, generator=generator) * 3  # more rows than a chunk holds, an odd vocabulary
+    logits = torch.randn(70, 8191, generator=generator, dtype=dtype) * 3  # more rows than a chunk holds, a short block
     seeds, positions = torch.arange(70) * 977, torch.arange(70) % 5
-    temperature = torch.tensor([0.0, 0.6, 1.0, 1.7]).repeat(18)[:70]
+    temperature = torch.tensor([0.0, 0.6, 1.0, 1.7], dtype=dtype).repeat(18)[:70]
     tokens, logprobs = sample_plain(logits, temperature, seeds, positions)
     order = torch.randperm(70, generator=generator)
     moved = sample_plain(logits[order], temperature[order], seeds[order], positions[order])
@@ -175,26 +239,73 @@ def test_a_temperature_of_each_row_is_that_of_a_number():
     assert torch.equal(divided[1], given[1])
 
 
-def test_no_temperature_takes_the_first_of_the_largest_and_its_log_prob_at_one():
-    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [3.0, 2.0, 1.0, 0.0]])
-    tokens, logprobs = sample_plain(logits, torch.zeros(2), torch.tensor([5, 9]), torch.tensor([0, 3]))
-    assert tokens.tolist() == [1, 0]
-    assert torch.equal(logprobs, logits.gather(1, tokens[:, None])[:, 0] - logits.logsumexp(-1))
+@pytest.mark.parametrize("block", [1, 3, 1024])
+def test_no_temperature_takes_the_first_of_the_largest_and_its_log_prob_at_one(monkeypatch, block):
+    monkeypatch.setattr(sample, "BLOCK", block)
+    logits = torch.tensor([[0.0, 2.0, 1.0, 2.0], [3.0, 2.0, 1.0, 0.0], [1.0, 1.0, 1.0, 1.5]], dtype=torch.float64)
+    zeros = torch.zeros(3, dtype=torch.float64)
+    tokens, logprobs = sample_plain(logits, zeros, torch.tensor([5, 9, 2]), torch.tensor([0, 3, 1]))
+    assert tokens.tolist() == [1, 0, 3], "not of the block with more mass"
+    want = logits.log_softmax(-1).gather(1, tokens[:, None])[:, 0]
+    torch.testing.assert_close(logprobs, want, rtol=0, atol=1e-15)
+
+
+def test_of_equal_scores_the_lowest_block_and_id_win():
+    logits = torch.zeros(2, 3000)
+    logits[0, [1500, 1700, 2900]] = 4
+    logits[1] = -1e30  # no noise reaches it
+    tokens, _ = sample_plain(logits, torch.tensor([0.0, 1.0]), torch.tensor([1, 1]), torch.tensor([0, 0]))
+    assert tokens.tolist() == [1500, 0]
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_row_without_numbers_says_so_and_names_an_id(temperature):
+    nan = float("nan")
+    logits = torch.full((5, 2500), -INF)
+    logits[1] = nan
+    logits[2] = 0
+    logits[2, [3, 1030]] = nan  # of two blocks: the third is left
+    logits[3, 2000:2004] = torch.tensor([nan, -5.0, -INF, nan])
+    logits[4, 2499] = -7
+    each = torch.arange(5)
+    tokens, logprobs = sample_plain(logits, torch.full((5,), temperature), each, each)
+    assert tokens[:2].tolist() == [0, 0]
+    assert 2048 <= tokens[2] < 2500
+    assert tokens[3] < 1024, "minus infinity, like the block with a NaN, and before it"
+    assert tokens[4] == 2499
+    assert logprobs[:4].isnan().all()
+    assert logprobs[4] == 0
+
+
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_a_nan_does_not_win_in_its_own_block(temperature):
+    logits = torch.tensor([[float("nan"), -INF, 1.0, float("nan")]])
+    zero = torch.tensor([0])
+    tokens, logprobs = sample_plain(logits, torch.tensor([temperature]), zero, zero)
+    assert tokens.tolist() == [2]
+    assert logprobs.isnan().all()
 
 
 def test_noise_does_not_hang_on_how_arrays_lie_in_memory():
     """What vector units do to the ends of arrays must not reach a score: float64, compared at float32's precision."""
-    row = noise_bits(row_keys(torch.tensor([1]), torch.tensor([2])), 1000)[0]
+    row = noise_bits(row_keys(torch.tensor([1]), torch.tensor([2])), ids(1000))[0]
     whole = gumbel(row).float()
     for start in range(1, 17):
         assert numpy.array_equal(gumbel(row[start:]).float().numpy(), whole[start:].numpy())
 
 
-def test_the_fused_operator_says_shapes_without_a_kernel():
-    tokens, logprobs = sample_fused(
-        torch.empty(3, 100, device="meta"),
-        torch.empty(3, device="meta"),
-        torch.empty(3, dtype=torch.long, device="meta"),
-        torch.empty(3, dtype=torch.long, device="meta"),
-    )
+def test_a_trace_sees_every_allocation_and_no_kernel():
+    sizes = []
+
+    class Made(TorchDispatchMode):
+        def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+            out = func(*args, **(kwargs or {}))
+            sizes.append(out.untyped_storage().nbytes())
+            return out
+
+    logits, temperature = torch.empty(3, 2500, device="meta"), torch.empty(3, device="meta")
+    seeds = torch.empty(3, dtype=torch.long, device="meta")
+    with Made():
+        tokens, logprobs = sample_fused(logits, temperature, seeds, seeds)
+    assert sizes == [3 * 8, 3 * 4, 3 * 3 * 8], "tokens, log-probs, two numbers for each of three blocks"
     assert (tokens.shape, tokens.dtype, logprobs.shape, logprobs.dtype) == ((3,), torch.int64, (3,), torch.float32)

@@ -109,15 +109,17 @@ def test_the_search_finds_what_trying_everything_finds(settings, budget):
 
 
 def test_a_plainer_choice_is_taken_where_a_lever_is_worth_less_than_a_hundredth():
-    space = Space(find_shape("Qwen2.5-0.5B"), config_of({}), 1)
-    ways = [way for way in space.ways(H200.gpu, 24 * GIB, None) if way.fits(None)]
-    fastest, (taken, _) = min(ways, key=lambda way: way.seconds), space.best(H200.gpu, 24 * GIB, None)
-    assert (fastest.held.optimizer_state, fastest.held.gradients) == ("streamed", "weights")
-    assert (taken.held.optimizer_state, taken.held.gradients) == ("device", "weights")
-    assert taken.levers == 1 < fastest.levers
+    space = Space(find_shape("Qwen2.5-3B"), config_of({}), 1)
+    ways = [way for way in space.ways(H200.gpu, 32 * GIB, None) if way.fits(None)]
+    fastest, (taken, _) = min(ways, key=lambda way: way.seconds), space.best(H200.gpu, 32 * GIB, None)
+    assert taken.held == fastest.held
+    # Layer inputs that leave make room for passes of twice the tokens, which save little.
+    assert (fastest.made.activation_offload, fastest.made.tokens) == ("async", 32768)
+    assert (taken.made.activation_offload, taken.made.tokens) == ("none", 16384)
+    assert taken.levers == 2 < fastest.levers
     assert fastest.seconds < taken.seconds <= 1.01 * fastest.seconds
-    why = choose(space.base.shape, config_of({}, "24GiB"), H200).why
-    assert why[STATE].startswith(("it fits; ", "plainer; streamed would save "))
+    why = choose(space.base.shape, config_of({}, "32GiB"), H200).why
+    assert why[OFFLOAD].startswith("it fits; ")
 
 
 def test_a_layout_with_other_choices_is_the_layout_of_a_config_with_them():

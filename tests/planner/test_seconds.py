@@ -23,9 +23,19 @@ ROUND = replace(H200, tflops_bf16=1000.0, bandwidth=5000.0, pcie_gbs=50.0, inter
 """A GPU to reckon with."""
 
 
-def rows(name):
-    found = json.loads((RESULTS / f"update_h200_{name}.json").read_text(encoding="utf-8"))[name]
-    return [pytest.param(row, id=f"{name}-{row['shape']}-{row.get('lever', row['settings'][:28])}") for row in found]
+def rows(name, *, without=()):
+    """Of a file, but for some levers; a file that repeats another has its table."""
+    found = json.loads((RESULTS / f"update_h200_{name}.json").read_text(encoding="utf-8"))[name.removesuffix("_again")]
+    return [
+        pytest.param(row, id=f"{name}-{row['shape']}-{row.get('lever', row['settings'][:28])}")
+        for row in found
+        if row.get("lever") not in without
+    ]
+
+
+def lever(name):
+    (row,) = (row.values[0] for row in rows("levers") if row.values[0]["lever"] == name)
+    return row
 
 
 def measured_layout(row):
@@ -56,34 +66,59 @@ def timed(settings, shape=SEVEN, gpu=H200, ranks=1):
     return step_seconds(Layout(shape, config, ranks=ranks), gpu)
 
 
-@pytest.mark.parametrize("row", [*rows("speed"), *rows("state"), *rows("activations")])
+@pytest.mark.parametrize("row", [*rows("speed"), *rows("state"), *rows("state_again"), *rows("activations")])
 def test_an_update_takes_what_was_measured(row):
     """Three sizes, compiled or not; recompute; 20, 40 and 60 % of the layers offloaded, with recompute and without."""
     assert step_seconds(measured_layout(row), H200)["update"] == pytest.approx(row["update_s"], rel=0.04)
 
 
-@pytest.mark.parametrize("row", rows("levers"))
+@pytest.mark.parametrize("row", rows("levers", without=("recompute matmuls", "gradients on host")))
 def test_every_lever_takes_what_was_measured(row):
-    assert step_seconds(measured_layout(row), H200)["update"] == pytest.approx(row["update_s"], rel=0.05)
+    assert step_seconds(measured_layout(row), H200)["update"] == pytest.approx(row["update_s"], rel=0.03)
 
 
-def test_gradients_on_the_host_cost_the_optimizer_what_was_measured():
-    (row,) = (row.values[0] for row in rows("levers") if row.values[0]["lever"] == "gradients on host")
-    assert step_seconds(measured_layout(row), H200)["optimizer_step"] == pytest.approx(row["optimizer_s"], rel=0.03)
+@pytest.mark.parametrize(
+    ("name", "phase", "measured", "before"),
+    [
+        ("recompute matmuls", "update", 0.943, 1.0231),
+        ("gradients on host", "update", 1.9515, 1.4657),
+        ("gradients on host", "optimizer_step", 2.2728, 1.9092),
+        ("state on host", "optimizer_step", 2.6573, 1.5609),
+    ],
+)
+def test_what_the_host_bounds_lies_between_two_runs(name, phase, measured, before):
+    """The file's, and one before it on another machine of the kind, whose cores took more or less time; the last one's
+    constant is that of 7B below. A prediction is in the middle of both, within 15 % of their distance."""
+    row = lever(name)
+    assert measured == row["update_s" if phase == "update" else "optimizer_s"]
+    predicted = step_seconds(measured_layout(row), H200)[phase]
+    assert predicted == pytest.approx((measured + before) / 2, abs=0.15 * abs(measured - before))
 
 
-@pytest.mark.parametrize("row", [*rows("speed"), *rows("state")])
+@pytest.mark.parametrize(
+    "row",
+    [
+        *rows("speed"),
+        *rows("state", without=("device", "8-bit, rounded, streamed")),  # older than the kernel, which made them faster
+        *rows("state_again", without=("device",)),
+        pytest.param(lever("state streamed"), id="levers-3B-state streamed"),
+    ],
+)
 def test_an_optimizer_step_takes_what_was_measured(row):
-    """On the device, streamed at three sizes, by the host, and 8-bit with stochastic rounding."""
+    """Streamed at four sizes, and by the host."""
     assert step_seconds(measured_layout(row), H200)["optimizer_step"] == pytest.approx(row["optimizer_s"], rel=0.025)
 
 
-def test_rounding_takes_what_the_middle_of_nine_measurements_says():
-    # The same step nine times: 0.46 to 0.79 s.
-    found = [row.values[0] for row in rows("activations")]
-    middle = statistics.median(row["optimizer_s"] for row in found)
-    predicted = step_seconds(measured_layout(found[0]), H200)["optimizer_step"]
-    assert predicted == pytest.approx(middle, rel=0.01)
+def test_a_step_on_the_device_takes_its_launches_whatever_the_state():
+    """Ten rows of 3B, from 0.051 s for float32 gradients to 0.101 s for 8-bit moments, and one of 7B."""
+    found = [row.values[0] for row in rows("levers", without=("state streamed", "state on host", "gradients on host"))]
+    predicted = {step_seconds(measured_layout(row), H200)["optimizer_step"] for row in found}
+    assert predicted == {seconds.STEP_BASE}
+    assert all(abs(row["optimizer_s"] - seconds.STEP_BASE) < 0.032 for row in found)
+    assert abs(statistics.mean(row["optimizer_s"] for row in found) - seconds.STEP_BASE) < 0.005
+    (seven,) = (row.values[0] for row in rows("state_again", without=("streamed",)))
+    predicted = step_seconds(measured_layout(seven), H200)
+    assert predicted["optimizer_step"] == pytest.approx(seven["optimizer_s"], abs=0.005)
 
 
 def fit_row(row):
@@ -132,9 +167,12 @@ def test_a_rollout_takes_what_was_measured(name, response, measured, passes):
 
 @pytest.mark.parametrize("row", FIT, ids=[row["case"] for row in FIT])
 def test_a_first_step_takes_longer_by_its_warm_up_and_never_less(row):
-    """These rows are first steps: kernels are loaded and tuned and pinned memory is allocated in them."""
+    """These rows are first steps: kernels are loaded and tuned and pinned memory is allocated in them. They are older
+    than the kernel of a step, for which 8-bit moments took what `state` says."""
     predicted = fit_row(row)
-    update = predicted["update"] + predicted["optimizer_step"]
+    (then,) = (old.values[0] for old in rows("state") if old.values[0]["lever"] == "8-bit, rounded, streamed")
+    step = then["optimizer_s"] * row["parameters"] / SEVEN.parameters
+    update = predicted["update"] + (predicted["optimizer_step"] if row["case"].endswith("LoRA") else step)
     assert 0 < row["seconds"]["logprob"] - predicted["logprob"] < 3.1
     assert 4 < row["seconds"]["update"] - update < 7.5
 
@@ -156,9 +194,9 @@ def test_copies_cost_what_they_take_longer_than_what_they_are_beside():
     assert replace(work, leaving=1.5 * 39e9).seconds(ROUND) == pytest.approx(3.5 + little)
     assert replace(work, leaving=3 * 39e9).seconds(ROUND) == pytest.approx(3 + 2 + 1 + little)
     assert replace(work, leaving=43e9, beside=False).seconds(ROUND) == pytest.approx(5)  # both ways at 43 GB/s
-    # Gradients are bound by the host's sums, 4.6 bytes for each that comes, beside the two seconds backward.
-    assert replace(work, gradients=46e9 / 2.3).seconds(ROUND) == pytest.approx(3)
-    assert replace(work, gradients=46e9).seconds(ROUND) == pytest.approx(1 + 4.6)
+    # Gradients are bound by the host's sums, 5.4 bytes for each that comes, beside the two seconds backward.
+    assert replace(work, gradients=46e9 / 2.7).seconds(ROUND) == pytest.approx(3)
+    assert replace(work, gradients=46e9).seconds(ROUND) == pytest.approx(1 + 5.4)
 
 
 def test_what_ranks_exchange_is_waited_for_and_what_they_gather_comes_beside():
@@ -183,10 +221,26 @@ def test_decoding_takes_kernels_the_cache_and_weights_or_products():
 
 
 def test_steps_wait_for_the_slowest_of_what_overlaps():
-    assert Steps(count=2, traffic=5e12).seconds(ROUND) == pytest.approx(2 * (0.067 + 1))
-    assert Steps(count=1, traffic=5e12, into=73e9, out=36.5e9).seconds(ROUND) == pytest.approx(0.067 + 2)
+    assert Steps(count=2, traffic=5e12).seconds(ROUND) == pytest.approx(2 * 1)
+    assert Steps(count=2, traffic=0.3e12).seconds(ROUND) == pytest.approx(2 * 0.07)  # its launches take longer
+    assert Steps(count=1, traffic=5e12, into=74e9, out=37e9).seconds(ROUND) == pytest.approx(0.07 + 2)
+    assert Steps(count=1, traffic=15e12, into=74e9, out=37e9).seconds(ROUND) == pytest.approx(3)
     assert Steps(count=1, into=43e9, base=0).seconds(ROUND) == pytest.approx(1)
     assert Steps(count=1, by_host=46e9, base=0).seconds(ROUND) == pytest.approx(1)
+
+
+@pytest.mark.parametrize(
+    ("settings", "each"),
+    [
+        ({}, 2 * (8 + 4) + 2 * 2 + 2),  # moments and master; the gradient for its norm and again; the weights
+        ({"memory.rounding": "stochastic"}, 2 * 8 + 2 * 2 + 2 * 2),
+        ({OPTIMIZER: "adamw_8bit"}, 2 * (2 + 8 / 256 + 4) + 2 * 2 + 2),
+        ({OPTIMIZER: "sgd", "memory.rounding": "stochastic"}, 2 * 2 + 2 * 2),
+    ],
+)
+def test_a_step_reads_and_writes_everything_once(settings, each):
+    config = load_mapping({"algorithm.name": "grpo", "memory.optimizer_state": "device"} | settings).config
+    assert step_work(Layout(SEVEN, config))["optimizer_step"].traffic == pytest.approx(each * SEVEN.parameters)
 
 
 def test_recompute_costs_one_more_forward_pass_of_the_layers():

@@ -13,6 +13,8 @@ def make_pages(count=4):
 def test_take_hands_out_each_page_once():
     pages = make_pages()
     assert pages.take(3) == [0, 1, 2]
+    assert pages.take(0) == []
+    assert pages.free == 1
     assert pages.take(1) == [3]
     assert pages.free == 0
 

@@ -46,7 +46,8 @@ def test_draw_takes_the_largest_of_logit_and_noise():
     seeds = torch.arange(500)
     zeros = torch.zeros_like(seeds)
     tokens, _, _ = draw(logits, seeds, zeros, Sampling())
-    assert torch.equal(tokens, (logits + gumbel(noise_bits(row_keys(seeds, zeros), 4))).argmax(-1))
+    noise = gumbel(noise_bits(row_keys(seeds, zeros), torch.arange(4, dtype=torch.int32)))
+    assert torch.equal(tokens, (logits + noise).argmax(-1))
     assert set(tokens.tolist()) == {0, 2, 3}
 
 

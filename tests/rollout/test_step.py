@@ -63,8 +63,8 @@ def test_nothing_in_a_step_touches_the_host(tiny_architecture, architecture, par
         engine.decoder.run(8, 1, engine.decoder.state.pages, truncates=truncates)
     assert watch.on_host == []
     assert watch.names.isdisjoint({"aten::_local_scalar_dense", "aten::nonzero", "aten::item"})
-    store = "rotate_and_store" if architecture in FAMILY else "fused_store_kv"
-    assert {"ullage::attend_at_once", f"ullage::{store}", "ullage::sample"} <= watch.names
+    attention = {"attend_newest"} if architecture in FAMILY else {"fused_store_kv", "attend_at_once"}
+    assert {f"ullage::{name}" for name in attention} <= watch.names
     assert "ullage::attend_shared" not in watch.names
     assert ("ullage::least_kept" in watch.names) == truncates
     assert ("ullage::nf4_dequantise" in watch.names) == (parts.get("quantization") == "nf4")

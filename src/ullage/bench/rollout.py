@@ -27,8 +27,8 @@ from ullage.model.target import Target
 from ullage.rollout.embedded.engine import Engine
 from ullage.rollout.sampling import GroupRequest, Sample, Sampling
 
-WARM_CALLS = 2
-"""Calls that are not counted: kernels are compiled, graphs captured, attention planned for each new length."""
+WARM_CALLS, PEERS_WARM_CALLS = 1, 2
+"""Calls that are not counted: kernels are compiled and graphs captured; peers plan attention for each new length."""
 COMPARED = 16
 """Sequences whose log-probs are held against float32."""
 SCORED = 32
@@ -100,10 +100,11 @@ def measured(work: Workload, target: Target, *, rounds: int = 3, ceiling: Ceilin
     times: dict[str, list[float]] = {name: [] for name in contenders}
     peaks: dict[str, int] = dict.fromkeys(contenders, 0)
     found: dict[str, list[Sample]] = {}
-    for turn in range(WARM_CALLS + rounds):
+    warm = PEERS_WARM_CALLS if work.peer else WARM_CALLS
+    for turn in range(warm + rounds):
         for name, draw in contenders.items():
             seconds, peak, found[name] = contest.timed(draw)
-            if turn >= WARM_CALLS:
+            if turn >= warm:
                 times[name].append(seconds)
                 peaks[name] = max(peaks[name], peak)
     first, _, _ = contest.timed(contest.first_tokens)

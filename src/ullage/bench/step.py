@@ -27,7 +27,8 @@ from ullage.model.target import Target
 from ullage.run.rehearsal import Rehearsal
 
 WARM_STEPS = 2
-STEPS = 3
+STEPS = 1
+"""Measured after those: a peer's take up to twenty seconds each, and differ by a few percent."""
 WORDS = 1000
 """Of a made-up language, a token each: a prompt of so many words has that many tokens."""
 PADDING, END = "<pad>", "<end>"

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
+from itertools import accumulate
 from typing import Any, NamedTuple, Protocol
 
 import torch
@@ -106,20 +107,20 @@ class Sequences:
     def of(cls, spans: Sequence[Span], device: torch.device) -> Sequences:
         queries: list[int] = []
         keys: list[int] = []
-        places: list[Tensor] = []
+        places: list[range] = []
         for span in spans:
             alone = len(span.responses) <= 1
             first = span.total if alone else span.prompt
             queries.append(first)
             keys.append(first)
-            places.append(torch.arange(span.start, span.start + first))
+            places.append(range(span.start, span.start + first))
             start = span.start + span.prompt
             for length in () if alone else span.responses:
                 if length:
                     queries.append(length)
                     keys.append(span.prompt + length)
-                    places.append(torch.arange(span.start, span.start + span.prompt))
-                    places.append(torch.arange(start, start + length))
+                    places.append(range(span.start, span.start + span.prompt))
+                    places.append(range(start, start + length))
                 start += length
         shared = any(len(span.responses) > 1 for span in spans)
         return cls(
@@ -127,7 +128,9 @@ class Sequences:
             _ends(keys, device),
             max(queries),
             max(keys),
-            torch.cat(places).to(device, non_blocking=True) if shared else None,
+            torch.cat([torch.arange(part.start, part.stop) for part in places]).to(device, non_blocking=True)
+            if shared
+            else None,
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
@@ -163,7 +166,8 @@ def _grouped() -> dict[str, Any]:
 
 def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
     """[sequences + 1] where each begins, and the end of the last."""
-    return torch.tensor([0, *lengths]).cumsum(0).to(torch.int32).to(device, non_blocking=True)
+    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda")
+    return ends.to(device, non_blocking=True)
 
 
 class _Gathered(torch.autograd.Function):

@@ -7,7 +7,7 @@ product where their weights lie side by side, and what lies between them is fuse
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -15,7 +15,7 @@ from torch.nn import functional
 from transformers import PreTrainedModel
 
 from ullage.model.attention import Extras
-from ullage.model.kernels.fused import add_norm, gate, rotate_and_store
+from ullage.model.kernels.fused import Turn, add_norm, gate, norm, rotations
 from ullage.model.side_by_side import joint
 from ullage.model.trunk import Trunk
 
@@ -24,20 +24,9 @@ FAMILY = ("llama", "mistral", "qwen2", "qwen3")
 ATTENTION_PARTS = ("q_proj", "k_proj", "v_proj", "o_proj")
 MLP_PARTS = ("gate_proj", "up_proj", "down_proj")
 
-Attend = Callable[..., Tensor]
-"""(layer, queries [S, H, d], extras) -> [S, H, d] over what the cache holds, the new tokens included. Of packed
-prompts (layer, queries, rotated keys, values [S, K, d], extras) -> [S, H, d]."""
-
-
-class _Pass(NamedTuple):
-    """What all layers are told."""
-
-    cos: Tensor
-    sin: Tensor
-    arena: Tensor
-    places: Tensor
-    attend: Attend
-    packed: bool
+Attend = Callable[[int, Tensor, Tensor, Tensor, Turn, Extras], Tensor]
+"""(layer, projections to queries, keys and values [S, heads * d], what turns them, extras) -> [S, H, d]. Keys and
+values are stored on the way."""
 
 
 class FastDecoder:
@@ -48,24 +37,22 @@ class FastDecoder:
         self.trunk = trunk
         self._base: Any = trunk.module.base_model
 
-    def hidden(
-        self, ids: Tensor, positions: Tensor, arena: Tensor, places: Tensor, attend: Attend, last: Tensor | None = None
-    ) -> Tensor:
-        """[S, D] for tokens [S] at these positions, whose keys and values go to these places of the arena.
+    def hidden(self, ids: Tensor, positions: Tensor, attend: Attend, last: Tensor | None = None) -> Tensor:
+        """[S, D] for tokens [S] at these positions.
 
-        With `last`, the tokens are those of packed prompts, and only these rows are wanted: the last layer computes
-        no others behind its attention.
+        With `last`, only these rows are wanted: the last layer computes no others behind its attention.
         """
         if self.trunk.adapters is not None:
             self.trunk.adapters.select(self.trunk.adapter)
         base = self._base
         residual: Tensor = base.embed_tokens(ids)
-        cos, sin = (x[0] for x in base.rotary_emb(residual[None], positions[None]))
-        told = _Pass(cos, sin, arena, places, attend, packed=last is not None)
-        normed: Tensor = base.layers[0].input_layernorm(residual)
+        rotary = base.rotary_emb
+        cos, sin = rotations(positions, rotary.inv_freq.float(), rotary.attention_scaling, residual.dtype)
+        first = base.layers[0].input_layernorm
+        normed: Tensor = norm(residual, first.weight, first.variance_epsilon)
         followers = [layer.input_layernorm for layer in base.layers[1:]] + [base.norm]
         for number, (layer, following) in enumerate(zip(base.layers, followers, strict=True)):
-            mixed = _attended(number, layer.self_attn, normed, told)
+            mixed = _attended(number, layer.self_attn, normed, cos, sin, attend)
             if last is not None and following is base.norm:
                 mixed, residual = mixed.index_select(0, last), residual.index_select(0, last)
             after, mlp = layer.post_attention_layernorm, layer.mlp
@@ -76,29 +63,24 @@ class FastDecoder:
         return normed
 
 
-def _attended(number: int, attention: Any, normed: Tensor, told: _Pass) -> Tensor:  # noqa: ANN401 -- any of the family
+def _attended(
+    number: int,
+    attention: Any,  # noqa: ANN401 -- any of the family
+    normed: Tensor,
+    cos: Tensor,
+    sin: Tensor,
+    attend: Attend,
+) -> Tensor:
     """[S, H * d]"""
-    query_norm, key_norm = getattr(attention, "q_norm", None), getattr(attention, "k_norm", None)
     query, key, value = _products(normed, (attention.q_proj, attention.k_proj, attention.v_proj))
-    query, key = rotate_and_store(
-        query,
-        key,
-        value,
-        told.cos,
-        told.sin,
-        told.arena,
-        number,
-        told.places,
-        None if query_norm is None else query_norm.weight,
-        None if key_norm is None else key_norm.weight,
-        0.0 if query_norm is None else query_norm.variance_epsilon,
-        told.packed,
-    )
+    turn = Turn(cos, sin, None, None, 0.0)
+    if hasattr(attention, "q_norm"):
+        norms = attention.q_norm, attention.k_norm
+        turn = Turn(cos, sin, norms[0].weight, norms[1].weight, norms[0].variance_epsilon)
     # Where layers differ, each knows its own; Mistral's are alike. A Llama takes no notice of such a number.
     knows = attention.config if attention.config.model_type == "mistral" else attention
     extras = Extras(attention.scaling, getattr(knows, "sliding_window", None) or 0, None, None)
-    new = (key, value.unflatten(1, key.shape[1:])) if told.packed else ()
-    return told.attend(number, query, *new, extras).flatten(1)
+    return attend(number, query, key, value, turn, extras).flatten(1)
 
 
 def _products(x: Tensor, layers: tuple[Any, ...]) -> Iterable[Tensor]:

@@ -34,26 +34,24 @@ DECODE_NORMS, DECODE_ADAPTERS = 1.2, 1.35
 """Times as long with norms of queries and keys, and with adapters: as before there were graphs."""
 LAUNCH = 1.33e-3
 """Seconds below which no pass gets through a layer in one direction, however few its tokens (fit, without graphs)."""
-SELECTIVE_LAUNCHES = 3.56
-"""Times as many where the host decides for every operator whether its result is kept (levers: recompute matmuls)."""
+SELECTIVE_LAUNCHES = 3.42
+"""Times as many where the host decides for every operator whether its result is kept (levers: recompute matmuls,
+between two runs)."""
 DECODE_SHARE = 0.8
 """Of the specified bandwidth, while decoding (the same two)."""
-PCIE_ONE_WAY, PCIE_BOTH, PCIE_BESIDE = 0.86, 0.73, 0.78
-"""Of one direction's specified rate: alone (activations: sync), with the other direction busy too (speed: streamed),
-and beside computation (activations: async)."""
+PCIE_ONE_WAY, PCIE_BOTH, PCIE_BESIDE = 0.86, 0.74, 0.78
+"""Of one direction's specified rate: alone (activations: sync), with the other direction busy too (speed, levers,
+state_again: streamed), and beside computation (activations: async)."""
 OFFLOAD_COST = 0.003
 """Of the computation, for offload that is hidden behind it (activations: async 20 %)."""
 HOST_BANDWIDTH = 46e9
 """Bytes a second that the host's cores read and write, 16 of them (state: host, 28 bytes for each parameter)."""
-GRADIENT_SUMS, GRADIENT_STEP = 4.6, 12.6
+GRADIENT_SUMS, GRADIENT_STEP = 5.4, 14.2
 """Bytes that they read and write for each byte of gradients that they add up, and for each in the optimizer's step
-(levers: gradients on host)."""
-STEP_BASE = 0.067
-"""Seconds of the optimizer's step beside its bytes (speed: streamed, the three sizes)."""
-STEP_TRAFFIC = 70.0
-"""Bytes for a parameter that AdamW with a master takes as long as, on the device (state: device)."""
-ROUND_TRAFFIC, BYTE_TRAFFIC = 235.0, 1580.0
-"""More of them to round stochastically (activations: sgd), and for moments in 8 bits (state: 8-bit, rounded)."""
+(levers: gradients on host, between two runs)."""
+STEP_BASE = 0.07
+"""Seconds in which the host starts the optimizer's step, tensor after tensor: on the device, where nothing measured is
+bound by bytes (levers, state_again), and beside its copies where state is streamed (speed, levers)."""
 FORMULAS = (
     f"a pass = FLOPs / ({MATMUL_SHARE:g} TFLOP/s) + bytes of its elementwise work / bandwidth; at least "
     f"{LAUNCH * 1e3:g} ms for each layer and direction",
@@ -61,8 +59,8 @@ FORMULAS = (
     "once more for layers that are recomputed",
     f"rollout = rounds x response x (layers x {DECODE_LAYER * 1e6:g} us + (slots x KV + logits) / "
     f"({DECODE_SHARE:g} bandwidth) + the longer of weights / ({DECODE_SHARE:g} bandwidth) and FLOPs)",
-    f"optimizer = {STEP_BASE:g} s + {STEP_TRAFFIC:g} bytes a parameter / bandwidth, or its state / "
-    f"({PCIE_BOTH:g} PCIe) where it rests on the host",
+    f"optimizer = the longer of its bytes / bandwidth and {STEP_BASE:g} s of launches, with its state / "
+    f"({PCIE_BOTH:g} PCIe) where that rests on the host",
     "copies beside computation cost what they take longer than it",
     "between GPUs = bytes / (half of NVLink's rate, or PCIe's), not measured; what is gathered costs what it takes "
     "longer than the computation, sums over ranks cost all of it",
@@ -154,8 +152,8 @@ class Steps:
     def seconds(self, gpu: GPU) -> float:
         pcie = gpu.pcie_gbs * 1e9 * (PCIE_BOTH if self.into and self.out else PCIE_ONE_WAY)
         copies = max(self.into, self.out) / pcie
-        each = max(self.traffic / (gpu.bandwidth * 1e9), copies) + self.by_host / HOST_BANDWIDTH
-        return self.count * (self.base + each)
+        on_device = max(self.traffic / (gpu.bandwidth * 1e9), self.base + copies)
+        return self.count * (on_device + self.by_host / HOST_BANDWIDTH)
 
 
 Work = Passes | Decoding | Steps
@@ -241,11 +239,11 @@ def optimizer_work(layout: Layout) -> dict[str, Work]:
     streamed = chosen.optimizer_state == "streamed"
     state = sum((c.moment_bytes(kind) + 4 * layout.has_master) * count for kind, count in counts)
     arriving = layout.width * trained if chosen.gradients == "host" else 0
-    eight = sum(count for kind, count in counts if kind == "adamw_8bit")
-    rounded = trained if layout.width == 2 and not layout.has_master else 0
     steps = Steps(
         count=_mini_batches(layout),
-        traffic=STEP_TRAFFIC * trained + ROUND_TRAFFIC * rounded + BYTE_TRAFFIC * eight,
+        # State is read and written; gradients are read twice, once for their norm; weights are written, and read where
+        # there is no master.
+        traffic=2 * state + (3 if layout.has_master else 4) * layout.width * trained,
         into=(state if streamed else 0) + arriving,
         out=state if streamed else 0,
         by_host=GRADIENT_STEP * arriving,

@@ -7,9 +7,23 @@ K key-value heads, d head size.
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 from torch.nn import functional
+
+
+class Turn(NamedTuple):
+    """What makes queries and keys of a layer's projections."""
+
+    cos: Tensor
+    """[S, d], as `sin`"""
+    sin: Tensor
+    query_norm: Tensor | None
+    """[d], for each head before it is rotated; both norms, or none."""
+    key_norm: Tensor | None
+    eps: float
 
 
 @torch.library.custom_op("ullage::add_norm", mutates_args=())
@@ -29,6 +43,48 @@ def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[T
 def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     del residual, weight, eps
     return torch.empty_like(x), torch.empty_like(x)
+
+
+@torch.library.custom_op("ullage::norm", mutates_args=())
+def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    """The root-mean-square norm of [S, D]."""
+    if x.device.type == "cpu":
+        return norm_plain(x, weight, eps)
+    from ullage.model.kernels.fused_triton import add_norm_into
+
+    normed = torch.empty_like(x)
+    add_norm_into(None, normed, x, None, weight, eps)
+    return normed
+
+
+@norm.register_fake
+def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
+    del weight, eps
+    return torch.empty_like(x)
+
+
+@torch.library.custom_op("ullage::rotations", mutates_args=())
+def rotations(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    """Cosines and sines [S, d] of positions [S] times frequencies [d / 2], for both halves of a head alike."""
+    if positions.device.type == "cpu":
+        angles = (positions[:, None].float() * frequencies).repeat(1, 2)
+        return (angles.cos() * scaling).to(dtype), (angles.sin() * scaling).to(dtype)
+    from ullage.model.kernels.fused_triton import rotations_into
+
+    cos, sin = _rotations_like(positions, frequencies, dtype)
+    rotations_into(cos, sin, positions, frequencies, scaling)
+    return cos, sin
+
+
+@rotations.register_fake
+def _(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    del scaling
+    return _rotations_like(positions, frequencies, dtype)
+
+
+def _rotations_like(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
+    shape = len(positions), 2 * len(frequencies)
+    return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
 
 
 @torch.library.custom_op("ullage::gate", mutates_args=())
@@ -56,12 +112,12 @@ def rotate_and_store(
     value: Tensor,
     cos: Tensor,
     sin: Tensor,
-    arena: Tensor,
-    layer: int,
-    places: Tensor,
     query_norm: Tensor | None,
     key_norm: Tensor | None,
     eps: float,
+    arena: Tensor,
+    layer: int,
+    places: Tensor,
     keeps_keys: bool,
 ) -> tuple[Tensor, Tensor]:
     """Rotated queries [S, H, d] and, if asked for, keys [S, K, d], else [0, K, d].
@@ -81,7 +137,7 @@ def rotate_and_store(
     from ullage.model.kernels.fused_triton import rotate_and_store_into
 
     out, keys = _rotated_like(query, key, cos.shape[1], keeps_keys)
-    rotate_and_store_into(out, keys, query, key, value, cos, sin, arena, layer, places, query_norm, key_norm, eps)
+    rotate_and_store_into(out, keys, query, key, value, cos, sin, query_norm, key_norm, eps, arena, layer, places)
     return out, keys
 
 
@@ -92,12 +148,12 @@ def _(
     value: Tensor,
     cos: Tensor,
     sin: Tensor,
-    arena: Tensor,
-    layer: int,
-    places: Tensor,
     query_norm: Tensor | None,
     key_norm: Tensor | None,
     eps: float,
+    arena: Tensor,
+    layer: int,
+    places: Tensor,
     keeps_keys: bool,
 ) -> tuple[Tensor, Tensor]:
     del value, sin, arena, layer, places, query_norm, key_norm, eps

@@ -5,6 +5,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 from torch import Tensor
+from triton.language.extra import libdevice
 
 GATE_BLOCK = 1024
 
@@ -12,17 +13,18 @@ GATE_BLOCK = 1024
 @triton.jit
 def _add_norm(  # noqa: ANN202 -- Triton's own types
     total, normed, x, residual, weight, eps, width,  # noqa: ANN001
-    block: tl.constexpr,
+    block: tl.constexpr, adds: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * width
     place = tl.arange(0, block)
     inside = place < width
-    narrow = total.dtype.element_ty
-    a = tl.load(x + row + place, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(residual + row + place, mask=inside, other=0.0).to(tl.float32)
-    added = (a + b).to(narrow)
-    tl.store(total + row + place, added, mask=inside)
-    wide = added.to(tl.float32)
+    narrow = normed.dtype.element_ty
+    wide = tl.load(x + row + place, mask=inside, other=0.0).to(tl.float32)
+    if adds:
+        wide += tl.load(residual + row + place, mask=inside, other=0.0).to(tl.float32)
+        added = wide.to(narrow)
+        tl.store(total + row + place, added, mask=inside)
+        wide = added.to(tl.float32)
     scale = tl.rsqrt(tl.sum(wide * wide, 0) / width + eps)
     scaled = (wide * scale).to(narrow).to(tl.float32)
     w = tl.load(weight + place, mask=inside, other=0.0).to(tl.float32)
@@ -95,12 +97,43 @@ def _rotate_and_store(  # noqa: ANN202
         tl.store(slot + half + place, tl.load(value + half + place, mask=inside), mask=inside)
 
 
-def add_norm_into(total: Tensor, normed: Tensor, x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> None:
+@triton.jit
+def _rotations(  # noqa: ANN202
+    cos, sin, positions, frequencies, scaling,  # noqa: ANN001
+    half: tl.constexpr, block: tl.constexpr, exact: tl.constexpr,
+):  # fmt: skip
+    token, place = tl.program_id(0).to(tl.int64), tl.arange(0, block)
+    inside = place < half
+    angle = tl.load(positions + token).to(tl.float32) * tl.load(frequencies + place, mask=inside, other=0.0)
+    # Triton's own are instructions for small angles; the interpreter has no others.
+    c = (libdevice.cos(angle) if exact else tl.cos(angle)) * scaling
+    s = (libdevice.sin(angle) if exact else tl.sin(angle)) * scaling
+    first = token * 2 * half + place
+    narrow = cos.dtype.element_ty
+    tl.store(cos + first, c.to(narrow), mask=inside)
+    tl.store(cos + first + half, c.to(narrow), mask=inside)
+    tl.store(sin + first, s.to(narrow), mask=inside)
+    tl.store(sin + first + half, s.to(narrow), mask=inside)
+
+
+def add_norm_into(
+    total: Tensor | None, normed: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
+) -> None:
+    """Without a residual, the norm alone."""
     rows, width = x.shape
     block = triton.next_power_of_2(width)
     _add_norm[(rows,)](
-        total, normed, x, residual, weight, eps, width, block=block, num_warps=min(16, max(1, block // 512))
-    )
+        total, normed, x, residual, weight, eps, width,
+        block=block, adds=residual is not None, num_warps=min(16, max(1, block // 512)),
+    )  # fmt: skip
+
+
+def rotations_into(cos: Tensor, sin: Tensor, positions: Tensor, frequencies: Tensor, scaling: float) -> None:
+    half = len(frequencies)
+    _rotations[(len(positions),)](
+        cos, sin, positions, frequencies, scaling,
+        half=half, block=triton.next_power_of_2(half), exact=cos.is_cuda, num_warps=1,
+    )  # fmt: skip
 
 
 def gate_into(out: Tensor, gated: Tensor, up: Tensor) -> None:
@@ -119,12 +152,12 @@ def rotate_and_store_into(
     value: Tensor,
     cos: Tensor,
     sin: Tensor,
-    arena: Tensor,
-    layer: int,
-    places: Tensor,
     query_norm: Tensor | None,
     key_norm: Tensor | None,
     eps: float,
+    arena: Tensor,
+    layer: int,
+    places: Tensor,
 ) -> None:
     """Both norms, or none: what architectures have. Keys [0, K, d] are not wanted."""
     assert query.stride(1) == key.stride(1) == value.stride(1) == 1, "the elements of a row lie side by side"

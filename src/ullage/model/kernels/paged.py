@@ -114,12 +114,12 @@ def fused_paged_attention(
     A sequence is divided by its own length, so its numbers depend neither on the rest of the batch nor on how wide the
     table is; the table's width says how many segments the longest can have.
     """
-    segments = _most_segments(_longest(arena, page_table, window), SEGMENTS)
+    segments = own_segments(arena, page_table, window)
     out: Tensor
     if segments == 1:
         out = attend_at_once(query, arena, layer, page_table, lengths, sinks, scaling, window, softcap)
         return out
-    partial, sums = _partials(query, segments)
+    partial, sums = new_partials(query, segments)
     attend_own(query, arena, layer, page_table, lengths, None, partial, sums, segments, scaling, window, softcap)
     out = merge_partials(partial, sums, lengths, None, sinks, segments, window, query.dtype)
     return out
@@ -145,13 +145,18 @@ def grouped_paged_attention(
     row is empty. Every sequence with a start is a member of one row.
     """
     before = _most_segments(_longest(arena, page_table, 0), PREFIX_SEGMENTS)
-    segments = _most_segments(_longest(arena, page_table, window), SEGMENTS)
-    partial, sums = _partials(query, before + segments)
+    segments = own_segments(arena, page_table, window)
+    partial, sums = new_partials(query, before + segments)
     rest = (scaling, window, softcap)
     attend_shared(query, arena, layer, page_table, lengths, starts, members, partial, sums, before, *rest)
     attend_own(query, arena, layer, page_table, lengths, starts, partial, sums, segments, *rest)
     out: Tensor = merge_partials(partial, sums, lengths, starts, sinks, segments, window, query.dtype)
     return out
+
+
+def own_segments(arena: Tensor, page_table: Tensor, window: int) -> int:
+    """Into how many the context of the longest sequence of this table is divided."""
+    return _most_segments(_longest(arena, page_table, window), SEGMENTS)
 
 
 def _longest(arena: Tensor, page_table: Tensor, window: int) -> int:
@@ -165,7 +170,7 @@ def _most_segments(tokens: int, most: int) -> int:
     return min(most, max(1, -(-tokens // LEAST_SEGMENT)))
 
 
-def _partials(query: Tensor, segments: int) -> tuple[Tensor, Tensor]:
+def new_partials(query: Tensor, segments: int) -> tuple[Tensor, Tensor]:
     """What segments leave to merge: weighted values [S, H, segments, d]; largest score and sum [2, S, H, segments]."""
     sequences, heads, size = query.shape
     partial = query.new_empty(sequences, heads, segments, size, dtype=torch.float32)

@@ -21,6 +21,7 @@ WARPS, STAGES = 4, 3
 SHARED_WARPS, SHARED_STAGES = 4, 3
 """Twice the warps for a tile of more than 64 rows."""
 MERGE_WARPS = 2
+LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
@@ -56,13 +57,38 @@ def _attended(  # noqa: ANN202
     if has_cap:
         # tanh by its exponential: 2 sigmoid(2x) - 1
         scores = cap * (2 * tl.sigmoid(2 * scores / cap) - 1)
-    scores = tl.where(seen, scores * 1.4426950408889634, -float("inf"))
+    scores = tl.where(seen, scores * LOG2_E, -float("inf"))
     new = tl.maximum(m, tl.max(scores, 1))
     base = tl.where(new == -float("inf"), 0.0, new)  # a row that has seen nothing yet
     shrink = tl.exp2(m - base)
     p = tl.exp2(scores - base[:, None])
     acc = acc * shrink[:, None] + tl.dot(p.to(v.dtype), v)
     return new, s * shrink + tl.sum(p, 1), acc
+
+
+@triton.jit
+def _leave(  # noqa: ANN202
+    m, s, acc, out, partial, largest, total, sinks, spot, head, real, inside, column,  # noqa: ANN001
+    size: tl.constexpr, has_sinks: tl.constexpr, at_once: tl.constexpr,
+):  # fmt: skip
+    """What a segment leaves: its part of a merge or, where it is the only one, the result."""
+    place = spot[:, None] * size + column
+    if at_once:
+        # As `_merge` computes it of one segment, bit for bit.
+        most = m
+        if has_sinks:
+            sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * LOG2_E
+            most = tl.maximum(m, sink)
+        weight = tl.where(s > 0, tl.exp2(m - most), 0.0)
+        mass = tl.where(s > 0, s * weight, 0.0)
+        if has_sinks:
+            mass = mass + tl.exp2(sink - most)
+        acc = acc * weight[:, None] / tl.where(mass > 0, mass, 1.0)[:, None]
+        tl.store(out + place, acc.to(out.dtype.element_ty), mask=inside)
+    else:
+        tl.store(partial + place, acc, mask=inside)
+        tl.store(largest + spot, m, mask=real)
+        tl.store(total + spot, s, mask=real)
 
 
 @triton.jit
@@ -97,22 +123,10 @@ def _own(  # noqa: ANN202
                 m, s, acc, scaling, cap, kv_heads, size, columns, page, has_cap,
             )  # fmt: skip
         spot = (sequence * kv_heads * group + head) * (before + segments) + before + segment
-        if at_once:
-            # As `_merge` computes it of one segment, bit for bit.
-            most = m
-            if has_sinks:
-                sink = tl.load(sinks + head, mask=real, other=0.0).to(tl.float32) * 1.4426950408889634
-                most = tl.maximum(m, sink)
-            weight = tl.where(s > 0, tl.exp2(m - most), 0.0)
-            mass = tl.where(s > 0, s * weight, 0.0)
-            if has_sinks:
-                mass = mass + tl.exp2(sink - most)
-            acc = acc * weight[:, None] / tl.where(mass > 0, mass, 1.0)[:, None]
-            tl.store(out + spot[:, None] * size + column[None, :], acc.to(out.dtype.element_ty), mask=inside)
-        else:
-            tl.store(partial + spot[:, None] * size + column[None, :], acc, mask=inside)
-            tl.store(largest + spot, m, mask=real)
-            tl.store(total + spot, s, mask=real)
+        _leave(
+            m, s, acc, out, partial, largest, total, sinks, spot, head, real, inside, column[None, :],
+            size, has_sinks, at_once,
+        )  # fmt: skip
 
 
 @triton.jit
@@ -179,7 +193,7 @@ def _merge(  # noqa: ANN202
     s = tl.load(total + spot, mask=used, other=0.0)
     most = tl.max(m, 0)
     if has_sinks:
-        sink = tl.load(sinks + head).to(tl.float32) * 1.4426950408889634
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2_E
         most = tl.maximum(most, sink)
     weight = tl.where(s > 0, tl.exp2(m - most), 0.0)
     mass = tl.sum(s * weight, 0)

@@ -73,7 +73,7 @@ def _step(made: Page, title: str, start: dict[str, object], step: dict[str, obje
         f"`{after.binding.name}`",
         _share(_activations_of(before) - _activations_of(after), _activations_of(before)) if step else "",
         f"{gib(saved)}, {_share(saved, before.peak_bytes)}" if step else "",
-        f"{after.step_seconds:.0f} s" + (f", {after.step_seconds / before.step_seconds - 1:+.0%}" if step else ""),
+        f"{after.step_seconds:.0f} s" + (f", {after.step_seconds / before.step_seconds - 1:+z.0%}" if step else ""),
     ]
 
 

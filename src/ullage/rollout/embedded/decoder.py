@@ -2,20 +2,23 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass
 from functools import partial
+from itertools import accumulate, chain
+from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from ullage.model.attention import Span
 from ullage.model.head import MIN_ROWS
 from ullage.model.language_model import LanguageModel
-from ullage.rollout.embedded.cuda import Arriving, Readback
+from ullage.rollout.embedded.cuda import Arriving, Readback, put
 from ullage.rollout.embedded.graphs import Graphs, Kind, rung_for
 from ullage.rollout.embedded.layouts import PrefillLayout
-from ullage.rollout.embedded.pages import Pages, places_of
+from ullage.rollout.embedded.pages import PAGE_SIZE, Pages
 from ullage.rollout.embedded.sampler import ids_of
 from ullage.rollout.embedded.state import SlotState
 from ullage.rollout.embedded.step import append, fast_layers, has_kernels, step
@@ -27,6 +30,15 @@ class Text:
 
     token_ids: tuple[int, ...]
     pages: Sequence[int]
+
+
+class Packed(NamedTuple):
+    """Texts one after another, on the host. [T] each."""
+
+    ids: Tensor
+    positions: Tensor
+    places: Tensor
+    """Where in the arena a token's key and value go."""
 
 
 class Decoder:
@@ -62,14 +74,14 @@ class Decoder:
         self._device = model.target.device
         self._on_cpu = model.target.kind == "cpu"
         self.fast = fast_layers(model)
+        self._graphs_checked = False
         self._readback = Readback(*state.drawn_of_window(rows_needed(slots, model)), at_once=lag + 2)
 
     def begin(self) -> None:
-        """A clean state, and graphs that read what is there."""
+        """A clean state."""
         self.state.rearrange([])
         self.state.begin_window()
-        module = self.model.module
-        self.graphs.check((*module.parameters(), *module.buffers(), self.pages.arena))
+        self._graphs_checked = False
 
     def prefill(self, texts: Sequence[Text], max_tokens: int) -> list[Tensor]:
         """Write the keys and values of each; gives the hidden state of each one's last token. Whole texts at a time."""
@@ -80,17 +92,15 @@ class Decoder:
         # A CPU's products of few rows round differently. Writing the same twice is harmless.
         missing = MIN_ROWS - sum(len(text.token_ids) for text in texts) if self._on_cpu else 0
         rows = [*texts, *texts[:1] * -(-missing // len(texts[0].token_ids))]
-        ids = [token for text in rows for token in text.token_ids]
         lengths = [len(text.token_ids) for text in rows]
-        positions = torch.cat([torch.arange(length) for length in lengths])
-        places = torch.cat([places_of(text.pages, length) for text, length in zip(rows, lengths, strict=True)])
-        ends = torch.tensor(lengths).cumsum(0)
-        spans = [Span(end - length, length, ()) for end, length in zip(ends.tolist(), lengths, strict=True)]
-        layout = PrefillLayout(spans, self.pages.arena, self._put(places), self.model.target)
-        tokens, last = (self._put(torch.tensor(ids)), self._put(positions)), self._put(ends[: len(texts)] - 1)
+        ends = list(accumulate(lengths))
+        spans = [Span(end - length, length, ()) for end, length in zip(ends, lengths, strict=True)]
+        ids, positions, places = (put(part, self._device) for part in pack(rows))
+        last = put(torch.tensor(ends[: len(texts)]) - 1, self._device)
+        layout = PrefillLayout(spans, self.pages.arena, places, self.model.target)
         if self.fast is not None:
-            return self.fast.hidden(*tokens, layout.arena, layout.places, layout.read, last).unbind()
-        return self.model.hidden(tokens[0][None], tokens[1][None], layout)[last].unbind()
+            return self.fast.hidden(ids, positions, layout.attend_projected, last).unbind()
+        return self.model.hidden(ids[None], positions[None], layout)[last].unbind()
 
     def start(self, first_row: int, hidden: list[Tensor], *, truncates: bool) -> Tensor | None:
         """Draw the first token of newcomers in the rows from `first_row` on; gives what `step` does."""
@@ -102,6 +112,7 @@ class Decoder:
     def run(self, count: int, steps: int, pages: int, *, truncates: bool) -> None:
         """Steps of the first `count` rows, whose longest has so many pages."""
         if steps and self.graphs.enabled:
+            self._check_graphs()
             rows = self.slots if self._deterministic else rung_for(count, self.slots)
             kind = Kind(rows, truncates, self.state.shares)
             replay = self.graphs.replay_of(kind, self.state, partial(self._step, *kind))
@@ -128,17 +139,37 @@ class Decoder:
         self.state.begin_window()
         return arriving
 
+    def _check_graphs(self) -> None:
+        """Graphs that read what is there; looked at once after `begin`, when the device has prompts to work on."""
+        if not self._graphs_checked:
+            module = self.model.module
+            self.graphs.check((*module.parameters(), *module.buffers(), self.pages.arena))
+            self._graphs_checked = True
+
     def _step(self, count: int, truncates: bool, shares: bool, pages: int | None = None) -> Tensor | None:
         rows = self.state.rows(0, count, pages)
         return step(self.model, self.pages, rows, truncates=truncates, shares=shares, fast=self.fast)
-
-    def _put(self, values: Tensor) -> Tensor:
-        return values.to(self._device, non_blocking=True)
 
 
 def rows_needed(count: int, model: LanguageModel) -> int:
     """Rows to compute for so many samples: a CPU's products of few rows round differently."""
     return max(count, MIN_ROWS) if model.target.kind == "cpu" else count
+
+
+def pack(texts: Sequence[Text]) -> Packed:
+    """By a few operations on all tokens: the device waits for the first pass."""
+    lengths = torch.tensor([len(text.token_ids) for text in texts])
+    tables = torch.tensor([len(text.pages) for text in texts])
+    ids, pages = _joined(text.token_ids for text in texts), _joined(text.pages for text in texts)
+    starts, first_pages = ((sizes.cumsum(0) - sizes).repeat_interleave(lengths) for sizes in (lengths, tables))
+    positions = torch.arange(len(ids)) - starts
+    places = pages[first_pages + positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
+    return Packed(ids, positions, places)
+
+
+def _joined(parts: Iterable[Sequence[int]]) -> Tensor:
+    """A list of as many numbers takes torch eight times as long."""
+    return torch.from_numpy(np.fromiter(chain.from_iterable(parts), np.int64))
 
 
 def _passes(texts: Sequence[Text], max_tokens: int) -> Iterator[list[Text]]:

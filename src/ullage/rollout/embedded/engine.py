@@ -112,13 +112,12 @@ class Engine:
         finished: dict[tuple[int, int], Sample] | None = None,
         on_finish: Callable[[Sample], None] = lambda sample: None,
         on_progress: Callable[[int, int], None] = lambda done, total: None,
-        on_token: Callable[[int, int, int], None] = lambda group, index, token: None,
     ) -> list[Sample]:
         """All samples of all groups, ordered by group and index; `on_finish` sees each as soon as it ends.
 
         `on_progress(tokens so far, samples done)` is called after every window; what it raises ends the call.
-        `on_token(group, index, token)` sees every token when it has been drawn. `finished`, by group and index, is
-        filled as samples end: those in it when a call begins, which an earlier one has finished, are not drawn again.
+        `finished`, by group and index, is filled as samples end: those in it when a call begins, which an earlier one
+        has finished, are not drawn again.
         """
         finished = {} if finished is None else finished
         num_tokens = sum(len(sample.token_ids) for sample in finished.values())
@@ -133,8 +132,6 @@ class Engine:
                     place = (group, indices[group][drawn.index])
                     sample = partial.setdefault(place, _Partial()).add(place, drawn)
                     num_tokens += len(drawn.token_ids)
-                    for token in drawn.token_ids:
-                        on_token(*place, token)
                     if sample is not None:
                         del partial[place]
                         finished[place] = sample
@@ -189,7 +186,9 @@ def _submit(
     indices = []
     for group, request in enumerate(requests):
         wanted = [index for index in range(len(request.seeds)) if (group, index) not in finished]
-        session.submit(group, replace(request, seeds=tuple(request.seeds[index] for index in wanted)), sampling)
+        if len(wanted) < len(request.seeds):
+            request = replace(request, seeds=tuple(request.seeds[index] for index in wanted))
+        session.submit(group, request, sampling)
         indices.append(wanted)
     return indices
 

@@ -9,6 +9,8 @@ import torch
 from torch import Tensor
 
 from ullage.model.attention import Extras, PackedLayout, Span, masked_attention
+from ullage.model.kernels.fused import Turn, rotate_and_store
+from ullage.model.kernels.newest import attend_newest
 from ullage.model.kernels.paged import (
     fused_paged_attention,
     fused_store_kv,
@@ -32,10 +34,13 @@ class PrefillLayout(PackedLayout):
         self.store(self.arena, layer, key.transpose(0, 1), value.transpose(0, 1), self.places)
         return super().attend(layer, query, key, value, extras)
 
-    def read(self, layer: int, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
-        """[T, H, d], [T, K, d], [T, K, d] -> [T, H, d]; keys and values are stored already."""
-        query, key, value = (x.transpose(0, 1) for x in (query, key, value))
-        return super().attend(layer, query, key, value, extras)
+    def attend_projected(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, turn: Turn, extras: Extras
+    ) -> Tensor:
+        """[T, H, d] of projections [T, heads * d]; keys and values are stored on the way."""
+        query, keys = rotate_and_store(query, key, value, *turn, self.arena, layer, self.places, True)
+        values = value.unflatten(1, keys.shape[1:])
+        return super().attend(layer, query.transpose(0, 1), keys.transpose(0, 1), values.transpose(0, 1), extras)
 
 
 class Shared(NamedTuple):
@@ -65,6 +70,17 @@ class DecodeLayout:
         new_key, new_value, rows = (x.transpose(0, 1) for x in (key, value, query))  # [S, heads, d]
         store = fused_store_kv if self.fused else store_kv
         store(self.arena, layer, new_key, new_value, self.places)
+        return self.read(layer, rows, extras)
+
+    def attend_projected(
+        self, layer: int, query: Tensor, key: Tensor, value: Tensor, turn: Turn, extras: Extras
+    ) -> Tensor:
+        """[S, H, d] of projections [S, heads * d]; keys and values are stored on the way."""
+        if self.fused and self.shared is None:
+            tables = (self.places, self.page_table, self.lengths)
+            rest = (extras.scaling, extras.window)
+            return attend_newest(query, key, value, turn, self.arena, layer, *tables, *rest)
+        rows, _ = rotate_and_store(query, key, value, *turn, self.arena, layer, self.places, False)
         return self.read(layer, rows, extras)
 
     def read(self, layer: int, rows: Tensor, extras: Extras) -> Tensor:

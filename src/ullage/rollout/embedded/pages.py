@@ -9,6 +9,7 @@ import torch
 from torch import Tensor
 
 from ullage.model.language_model import LanguageModel
+from ullage.rollout.embedded.cuda import put
 
 PAGE_SIZE = 16
 """Tokens per page."""
@@ -33,7 +34,8 @@ class Pages:
 
     def take(self, count: int) -> list[int]:
         assert count <= len(self._free), "admission must reserve before taking"
-        taken = [self._free.pop() for _ in range(count)]
+        taken = self._free[: -count - 1 : -1]
+        del self._free[len(self._free) - count :]
         for page in taken:
             self._users[page] = 1
         return taken
@@ -52,19 +54,12 @@ class Pages:
         """Samples' own copies of the last, partly filled pages of their prompts."""
         for start in range(0, len(sources), COPIED_AT_ONCE):
             part = slice(start, start + COPIED_AT_ONCE)
-            whence, where = (
-                torch.tensor(pages[part]).to(self.arena.device, non_blocking=True) for pages in (sources, targets)
-            )
+            whence, where = (put(torch.tensor(pages[part]), self.arena.device) for pages in (sources, targets))
             self.arena.index_copy_(2, where, self.arena.index_select(2, whence))
 
 
 def pages_for(tokens: int) -> int:
     return -(-tokens // PAGE_SIZE)
-
-
-def places_of(pages: Sequence[int], tokens: int) -> Tensor:
-    """[tokens] on the host: where in the arena each token of a sequence with these pages lies."""
-    return (torch.tensor(pages)[:, None] * PAGE_SIZE + torch.arange(PAGE_SIZE)).flatten()[:tokens]
 
 
 def make_arena(model: LanguageModel, num_pages: int, lent: Tensor | None = None) -> tuple[Tensor, bool]:

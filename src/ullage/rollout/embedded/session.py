@@ -194,7 +194,7 @@ class Session:
             return False
         if missing:
             group.pages = self._pages.take(missing)
-            admission.texts.append(Text(group.prompt, tuple(group.pages)))
+            admission.texts.append(Text(group.prompt, group.pages))
             admission.groups.append(group)
         kept = group.pages[:shared]
         if inherits:
@@ -203,7 +203,7 @@ class Session:
             self._pages.share(kept)
         run.pages = kept + self._pages.take(own)
         if not run.is_fresh:
-            admission.texts.append(Text((*group.prompt, *run.tokens[:-1]), tuple(run.pages)))
+            admission.texts.append(Text((*group.prompt, *run.tokens[:-1]), run.pages))
             admission.groups.append(None)
         elif prompt % PAGE_SIZE and not inherits:
             admission.copied.append(group.pages[-1])
@@ -268,12 +268,11 @@ class Session:
     def _grow(self) -> None:
         """Pages for the next window of every row, the oldest first."""
         for run in sorted(self._rows, key=lambda run: run.age):
-            while run.seated:
-                own = pages_for(run.reach(self._decoder.window)) - len(run.pages)
-                if own <= self._pages.free:
-                    run.pages += self._pages.take(max(0, own))
-                    break
-                self._make_room()
+            while run.seated and (missing := pages_for(run.reach(self._decoder.window)) - len(run.pages)) > 0:
+                if missing <= self._pages.free:
+                    run.pages += self._pages.take(missing)
+                else:
+                    self._make_room()
 
     def _make_room(self) -> None:
         """Free some pages: of those that have ended, else of the youngest, else of prompts that nobody begins now."""
@@ -352,22 +351,25 @@ class Session:
 
     def _see(self, window: _Window) -> None:
         tokens, logprobs = (part[:, : window.columns] for part in window.arriving.read())
-        if not bool(torch.isfinite(logprobs[tokens != NOTHING]).all()):
+        is_drawn = tokens != NOTHING
+        if not bool(torch.isfinite(logprobs[is_drawn]).all()):
             raise NumericsError("the model gives non-finite logits", "lower the learning rate, or check the weights")
         ended = []
-        for row, (run, ids, values) in enumerate(zip(window.runs, tokens.tolist(), logprobs.tolist(), strict=True)):
+        counts = is_drawn.sum(1).tolist()
+        parts = zip(window.runs, counts, tokens.tolist(), logprobs.tolist(), strict=True)
+        for row, (run, count, ids, values) in enumerate(parts):
             group = run.group
-            columns = [column for column, token in enumerate(ids) if token != NOTHING]
-            if not columns or self._groups.get(group.key) is not group:
+            if not count or self._groups.get(group.key) is not group:
                 continue
-            drawn = [ids[column] for column in columns]
+            start = 1 if ids[0] == NOTHING else 0  # column 0 is for first tokens; a sample's follow each other
+            end = start + count
+            drawn = ids[start:end]
             reason = run.add(drawn, self._decoder.model.stop_ids)
             supports = []
             if group.keeps_supports:
-                supports = [window.supports[c].ids[row - window.supports[c].first_row] for c in columns]
-            self._ready.append(
-                Drawn(group.key, run.index, drawn, [values[column] for column in columns], reason, supports)
-            )
+                columns = (window.supports[column] for column in range(start, end))
+                supports = [column.ids[row - column.first_row] for column in columns]
+            self._ready.append(Drawn(group.key, run.index, drawn, values[start:end], reason, supports))
             if reason:
                 ended.append(run)
         self._end(ended)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from ullage.rollout.embedded.cuda import put
 from ullage.rollout.sampling import Sampling
 
 NOTHING = -1
@@ -189,7 +190,7 @@ class SlotState:
         return self._numbers, self._fractions, *tables, self._tokens, self._logprobs, self._column
 
     def _put(self, values: Sequence[object], dtype: torch.dtype = torch.long) -> Tensor:
-        return torch.tensor(values, dtype=dtype).to(self._device, non_blocking=True)
+        return put(torch.tensor(values, dtype=dtype), self._device)
 
 
 def _groups(rows: int) -> int:

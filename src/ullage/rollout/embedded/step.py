@@ -38,7 +38,7 @@ def step(
     if fast is None:
         hidden = model.hidden(rows.last[None], rows.length[None], layout)
     else:
-        hidden = fast.hidden(rows.last, rows.length, pages.arena, feed.places, layout.read)
+        hidden = fast.hidden(rows.last, rows.length, layout.attend_projected)
     rows.length.add_(rows.running)
     support = append(model, rows, hidden, rows.column, truncates=truncates)
     rows.column.add_(1)
