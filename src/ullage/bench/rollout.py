@@ -84,7 +84,9 @@ WORKLOADS: dict[str, Callable[[], list[Workload]]] = {
 """By part of the benchmark."""
 
 
-def measured(work: Workload, target: Target, *, rounds: int = 3, ceiling: Ceiling = H200) -> Iterator[dict[str, Any]]:
+def measured(
+    work: Workload, target: Target, say: Callable[[str], None], *, rounds: int = 2, ceiling: Ceiling = H200
+) -> Iterator[dict[str, Any]]:
     """Rows of one workload: ours, and the peer where there is one; each the median of its rounds."""
     free(target)
     model = shaped_model(work.shape, target)
@@ -104,6 +106,7 @@ def measured(work: Workload, target: Target, *, rounds: int = 3, ceiling: Ceilin
     for turn in range(warm + rounds):
         for name, draw in contenders.items():
             seconds, peak, found[name] = contest.timed(draw)
+            say(f"{work.shape}, {contest.text}: {name}, call {turn + 1}: {seconds:.2f} s")
             if turn >= warm:
                 times[name].append(seconds)
                 peaks[name] = max(peaks[name], peak)
