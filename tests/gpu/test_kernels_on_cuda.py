@@ -153,8 +153,8 @@ def test_the_newest_token_is_three_steps_in_one(heads, kv_heads, size, normed, w
     other = cache.arena.clone()
     rows, _ = fused.rotate_and_store(*parts, *turn, other, 1, places, False)
     got = newest.attend_newest(*parts, turn, cache.arena, 1, places, table, lengths, 0.03, window)
-    # The norm's sum has another order, which now and then moves a rounding.
-    close(cache.arena.nan_to_num(), other.nan_to_num(), steps=1)
+    # The norm's sum has another order, which now and then moves a rounding, and with it the next ones.
+    close(cache.arena.nan_to_num(), other.nan_to_num(), steps=4)
     assert torch.equal(cache.arena.isnan(), other.isnan())
     assert torch.equal(cache.arena[:, 1].nan_to_num(), other[:, 1].nan_to_num())
     if not normed:
@@ -162,6 +162,12 @@ def test_the_newest_token_is_three_steps_in_one(heads, kv_heads, size, normed, w
     known = table.where(table < 2**30, 0).long()
     want = paged.paged_attention(rows.double(), other.double(), 1, known, lengths, 0.03, window, True)
     close(got, want.masked_fill((lengths == 0)[:, None, None], 0))
+
+
+def test_operators_are_called_without_torch(monkeypatch):
+    monkeypatch.setattr(fused.gate, "registered", None)
+    x = random(3, 64)
+    close(fused.gate(x, x), torch.nn.functional.silu(x) * x)
 
 
 @pytest.mark.parametrize("half", [32, 64, 40])

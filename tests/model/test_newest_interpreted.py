@@ -119,7 +119,7 @@ def test_the_operator_passes_torchs_own_checks(at_once):
     if not at_once:
         results = (None, torch.zeros(count, 2, 3, 16), torch.zeros(2, count, 2, 3))
     torch.library.opcheck(
-        newest.attend_newest_,
+        newest.attend_newest_.registered,
         (*parts, *turn, arena.nan_to_num(), LAYER, places, table, lengths, *results, 0.2, 0),
         test_utils=("test_schema", "test_faketensor"),
     )

@@ -29,14 +29,14 @@ def random(*shape, dtype=torch.float32):
 
 def test_store_kv_passes_opcheck():
     key, value = random(3, KV_HEADS, SIZE), random(3, KV_HEADS, SIZE) + 1
-    torch.library.opcheck(store_kv, (make_arena(), 1, key, value, torch.tensor([0, 7, 22])))
+    torch.library.opcheck(store_kv.registered, (make_arena(), 1, key, value, torch.tensor([0, 7, 22])))
 
 
 @pytest.mark.parametrize(("window", "wide"), [(0, False), (3, False), (0, True)])
 def test_paged_attention_passes_opcheck(window, wide):
     table, lengths = torch.tensor([[3, 0], [5, 1], [2, 4]]), torch.tensor([5, 8, 1])
     arguments = (random(3, HEADS, SIZE), make_arena(), 1, table, lengths, 0.3, window, wide)
-    torch.library.opcheck(paged_attention, arguments)
+    torch.library.opcheck(paged_attention.registered, arguments)
 
 
 def test_store_kv_writes_its_places_and_nothing_else():

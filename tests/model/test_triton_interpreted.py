@@ -219,14 +219,16 @@ def test_operators_pass_torchs_own_checks():
     kinds = (0.3, 0, 0.0)
     members = torch.tensor([[1, 3, 5], [2, 7, -1]])
     layer = (query, cache.arena.nan_to_num(), 1)
-    torch.library.opcheck(paged.attend_shared, (*layer, *tables, members, partial, sums, 2, *kinds), test_utils=tests)
-    torch.library.opcheck(paged.attend_own, (*layer, *tables, partial, sums, 3, *kinds), test_utils=tests)
-    torch.library.opcheck(paged.attend_at_once, (*layer, *tables[:2], None, *kinds), test_utils=tests)
+    torch.library.opcheck(
+        paged.attend_shared.registered, (*layer, *tables, members, partial, sums, 2, *kinds), test_utils=tests
+    )
+    torch.library.opcheck(paged.attend_own.registered, (*layer, *tables, partial, sums, 3, *kinds), test_utils=tests)
+    torch.library.opcheck(paged.attend_at_once.registered, (*layer, *tables[:2], None, *kinds), test_utils=tests)
     rest = (cache.lengths, cache.starts, None, 3, 0, torch.float16)
-    torch.library.opcheck(paged.merge_partials, (partial, sums, *rest), test_utils=tests)
+    torch.library.opcheck(paged.merge_partials.registered, (partial, sums, *rest), test_utils=tests)
     key = random(8, 1, 16)
     torch.library.opcheck(
-        paged.fused_store_kv, (cache.arena.nan_to_num(), 1, key, key + 1, torch.arange(8)), test_utils=tests
+        paged.fused_store_kv.registered, (cache.arena.nan_to_num(), 1, key, key + 1, torch.arange(8)), test_utils=tests
     )
 
 

@@ -49,7 +49,7 @@ class FastDecoder:
         rotary = base.rotary_emb
         cos, sin = rotations(positions, rotary.inv_freq.float(), rotary.attention_scaling, residual.dtype)
         first = base.layers[0].input_layernorm
-        normed: Tensor = norm(residual, first.weight, first.variance_epsilon)
+        normed = norm(residual, first.weight, first.variance_epsilon)
         followers = [layer.input_layernorm for layer in base.layers[1:]] + [base.norm]
         for number, (layer, following) in enumerate(zip(base.layers, followers, strict=True)):
             mixed = _attended(number, layer.self_attn, normed, cos, sin, attend)

@@ -13,6 +13,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ullage.model.kernels.operator import operator
+
 
 class Turn(NamedTuple):
     """What makes queries and keys of a layer's projections."""
@@ -26,7 +28,7 @@ class Turn(NamedTuple):
     eps: float
 
 
-@torch.library.custom_op("ullage::add_norm", mutates_args=())
+@operator("ullage::add_norm")
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
     """`x + residual` [S, D], and its root-mean-square norm."""
     if x.device.type == "cpu":
@@ -45,7 +47,7 @@ def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, 
     return torch.empty_like(x), torch.empty_like(x)
 
 
-@torch.library.custom_op("ullage::norm", mutates_args=())
+@operator("ullage::norm")
 def norm(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     """The root-mean-square norm of [S, D]."""
     if x.device.type == "cpu":
@@ -63,7 +65,7 @@ def _(x: Tensor, weight: Tensor, eps: float) -> Tensor:
     return torch.empty_like(x)
 
 
-@torch.library.custom_op("ullage::rotations", mutates_args=())
+@operator("ullage::rotations")
 def rotations(positions: Tensor, frequencies: Tensor, scaling: float, dtype: torch.dtype) -> tuple[Tensor, Tensor]:
     """Cosines and sines [S, d] of positions [S] times frequencies [d / 2], for both halves of a head alike."""
     if positions.device.type == "cpu":
@@ -87,7 +89,7 @@ def _rotations_like(positions: Tensor, frequencies: Tensor, dtype: torch.dtype) 
     return positions.new_empty(shape, dtype=dtype), positions.new_empty(shape, dtype=dtype)
 
 
-@torch.library.custom_op("ullage::gate", mutates_args=())
+@operator("ullage::gate")
 def gate(gated: Tensor, up: Tensor) -> Tensor:
     """`silu(gated) * up`; rows may lie apart."""
     if gated.device.type == "cpu":
@@ -105,7 +107,7 @@ def _(gated: Tensor, up: Tensor) -> Tensor:
     return up.new_empty(up.shape)
 
 
-@torch.library.custom_op("ullage::rotate_and_store", mutates_args=("arena",))
+@operator("ullage::rotate_and_store", mutates_args=("arena",))
 def rotate_and_store(
     query: Tensor,
     key: Tensor,

@@ -8,6 +8,8 @@ from torch import Tensor
 from triton.language.extra import libdevice
 
 GATE_BLOCK = 1024
+FUSION = False
+"""Multiply-adds in bfloat16 would not round the products of a rotation, which `transformers` does."""
 
 
 @triton.jit
@@ -170,5 +172,5 @@ def rotate_and_store_into(
         out if query_norm is None else query_norm, out if key_norm is None else key_norm,
         eps, query.stride(0), key.stride(0), value.stride(0), arena.stride(1),
         groups=heads // kv_heads, kv_heads=kv_heads, half=half, block=triton.next_power_of_2(half),
-        has_norm=query_norm is not None, has_keys=len(keys) > 0, num_warps=1,
+        has_norm=query_norm is not None, has_keys=len(keys) > 0, num_warps=1, enable_fp_fusion=FUSION,
     )  # fmt: skip

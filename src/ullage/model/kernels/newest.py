@@ -6,10 +6,10 @@ Shapes: S sequences, H heads, K key-value heads, d head size.
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
 from ullage.model.kernels.fused import Turn
+from ullage.model.kernels.operator import operator
 from ullage.model.kernels.paged import merge_partials, new_partials, own_segments
 
 
@@ -32,17 +32,17 @@ def attend_newest(
     """
     segments = own_segments(arena, page_table, window)
     rows = query.unflatten(1, (-1, arena.shape[5]))  # a view, for its shape
-    out = query.new_empty(rows.shape) if segments == 1 else None
-    partial, sums = (None, None) if segments == 1 else new_partials(rows, segments)
-    attend_newest_(
-        query, key, value, *turn, arena, layer, places, page_table, lengths, out, partial, sums, scaling, window
-    )
-    if out is None:
-        out = merge_partials(partial, sums, lengths, None, None, segments, window, query.dtype)
-    return out
+    tables, kinds = (arena, layer, places, page_table, lengths), (scaling, window)
+    if segments == 1:
+        out = query.new_empty(rows.shape)
+        attend_newest_(query, key, value, *turn, *tables, out, None, None, *kinds)
+        return out
+    partial, sums = new_partials(rows, segments)
+    attend_newest_(query, key, value, *turn, *tables, None, partial, sums, *kinds)
+    return merge_partials(partial, sums, lengths, None, None, segments, window, query.dtype)
 
 
-@torch.library.custom_op("ullage::attend_newest", mutates_args=("arena", "out", "partial", "sums"))
+@operator("ullage::attend_newest", mutates_args=("arena", "out", "partial", "sums"))
 def attend_newest_(
     query: Tensor,
     key: Tensor,

@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
+from ullage.model.kernels.fused_triton import FUSION
 from ullage.model.kernels.paged import LEAST_SEGMENT
 from ullage.model.kernels.paged_triton import (
     LOG2_E,
@@ -135,4 +136,5 @@ def attend_newest_into(
         columns=columns_of(size), page=page, segments=segments, least=LEAST_SEGMENT, tile=tile,
         at_a_time=max(16, tile // 4) if narrow else tile, window=window, has_norm=query_norm is not None,
         at_once=out is not None, num_warps=1 if narrow else WARPS // 2, num_stages=NARROW_STAGES if narrow else STAGES,
+        enable_fp_fusion=FUSION,
     )  # fmt: skip

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from ullage.model.kernels.operator import operator
+
 SEGMENTS = 16
 """Pieces, at most, that the context a sequence has of its own is divided into."""
 PREFIX_SEGMENTS = 8
@@ -20,7 +22,7 @@ LEAST_SEGMENT = 512
 """Tokens that are worth a segment of their own: each writes and reads back 4 bytes a query head and head element."""
 
 
-@torch.library.custom_op("ullage::store_kv", mutates_args=("arena",))
+@operator("ullage::store_kv", mutates_args=("arena",))
 def store_kv(arena: Tensor, layer: int, key: Tensor, value: Tensor, places: Tensor) -> None:
     """Write token t's key and value [t, kv_heads, head_dim] at place `page * page_size + offset` of a layer."""
     flat = arena[layer].flatten(1, 2)  # [2, pages * page_size, kv_heads, head_dim]
@@ -33,7 +35,7 @@ def _(arena: Tensor, layer: int, key: Tensor, value: Tensor, places: Tensor) -> 
     del arena, layer, key, value, places
 
 
-@torch.library.custom_op("ullage::fused_store_kv", mutates_args=("arena",))
+@operator("ullage::fused_store_kv", mutates_args=("arena",))
 def fused_store_kv(arena: Tensor, layer: int, key: Tensor, value: Tensor, places: Tensor) -> None:
     """As `store_kv`; a token whose place is negative is not stored."""
     from ullage.model.kernels.paged_triton import store  # a trace needs only shapes
@@ -46,7 +48,7 @@ def _(arena: Tensor, layer: int, key: Tensor, value: Tensor, places: Tensor) -> 
     del arena, layer, key, value, places
 
 
-@torch.library.custom_op("ullage::paged_attention", mutates_args=())
+@operator("ullage::paged_attention")
 def paged_attention(
     query: Tensor,
     arena: Tensor,
@@ -115,14 +117,11 @@ def fused_paged_attention(
     table is; the table's width says how many segments the longest can have.
     """
     segments = own_segments(arena, page_table, window)
-    out: Tensor
     if segments == 1:
-        out = attend_at_once(query, arena, layer, page_table, lengths, sinks, scaling, window, softcap)
-        return out
+        return attend_at_once(query, arena, layer, page_table, lengths, sinks, scaling, window, softcap)
     partial, sums = new_partials(query, segments)
     attend_own(query, arena, layer, page_table, lengths, None, partial, sums, segments, scaling, window, softcap)
-    out = merge_partials(partial, sums, lengths, None, sinks, segments, window, query.dtype)
-    return out
+    return merge_partials(partial, sums, lengths, None, sinks, segments, window, query.dtype)
 
 
 def grouped_paged_attention(
@@ -150,8 +149,7 @@ def grouped_paged_attention(
     rest = (scaling, window, softcap)
     attend_shared(query, arena, layer, page_table, lengths, starts, members, partial, sums, before, *rest)
     attend_own(query, arena, layer, page_table, lengths, starts, partial, sums, segments, *rest)
-    out: Tensor = merge_partials(partial, sums, lengths, starts, sinks, segments, window, query.dtype)
-    return out
+    return merge_partials(partial, sums, lengths, starts, sinks, segments, window, query.dtype)
 
 
 def own_segments(arena: Tensor, page_table: Tensor, window: int) -> int:
@@ -177,7 +175,7 @@ def new_partials(query: Tensor, segments: int) -> tuple[Tensor, Tensor]:
     return partial, query.new_empty(2, sequences, heads, segments, dtype=torch.float32)
 
 
-@torch.library.custom_op("ullage::attend_at_once", mutates_args=())
+@operator("ullage::attend_at_once")
 def attend_at_once(
     query: Tensor,
     arena: Tensor,
@@ -213,7 +211,7 @@ def _(
     return query.new_empty(query.shape)
 
 
-@torch.library.custom_op("ullage::attend_own", mutates_args=("partial", "sums"))
+@operator("ullage::attend_own", mutates_args=("partial", "sums"))
 def attend_own(
     query: Tensor,
     arena: Tensor,
@@ -252,7 +250,7 @@ def _(
     del query, arena, layer, page_table, lengths, starts, partial, sums, segments, scaling, window, softcap
 
 
-@torch.library.custom_op("ullage::attend_shared", mutates_args=("partial", "sums"))
+@operator("ullage::attend_shared", mutates_args=("partial", "sums"))
 def attend_shared(
     query: Tensor,
     arena: Tensor,
@@ -293,7 +291,7 @@ def _(
     del query, arena, layer, page_table, lengths, starts, members, partial, sums, segments, scaling, window, softcap
 
 
-@torch.library.custom_op("ullage::merge_partials", mutates_args=())
+@operator("ullage::merge_partials")
 def merge_partials(
     partial: Tensor,
     sums: Tensor,

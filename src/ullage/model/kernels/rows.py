@@ -9,8 +9,10 @@ from __future__ import annotations
 import torch
 from torch import Tensor
 
+from ullage.model.kernels.operator import operator
 
-@torch.library.custom_op("ullage::find_places", mutates_args=())
+
+@operator("ullage::find_places")
 def find_places(running: Tensor, length: Tensor, page_table: Tensor, page_size: int) -> tuple[Tensor, Tensor]:
     """Place in the arena of each row's next token, -1 for none, and the tokens it attends to: int64 [S], int32 [S]."""
     from ullage.model.kernels.rows_triton import find  # a trace needs only shapes
@@ -26,9 +28,7 @@ def _(running: Tensor, length: Tensor, page_table: Tensor, page_size: int) -> tu
     return torch.empty_like(length), torch.empty_like(length, dtype=torch.int32)
 
 
-@torch.library.custom_op(
-    "ullage::note_drawn", mutates_args=("running", "last", "drawn", "window_tokens", "window_logprobs")
-)
+@operator("ullage::note_drawn", mutates_args=("running", "last", "drawn", "window_tokens", "window_logprobs"))
 def note_drawn(
     tokens: Tensor,
     logprobs: Tensor,

@@ -7,16 +7,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-import torch
 from torch import Tensor
+
+from ullage.model.kernels.operator import operator
 
 BLOCK = 256
 """Moments that share a scale in 8 bits, as in arXiv:2110.02861."""
 
 
-@torch.library.custom_op(
-    "ullage::step", mutates_args=("weights", "master", "mean", "mean_scale", "square", "square_scale")
-)
+@operator("ullage::step", mutates_args=("weights", "master", "mean", "mean_scale", "square", "square_scale"))
 def step_(
     weights: Tensor,
     gradient: Tensor,

@@ -7,11 +7,12 @@ sort moves some 100 bytes a logit and needs 24 more of memory. Shapes: S rows, V
 
 from __future__ import annotations
 
-import torch
 from torch import Tensor
 
+from ullage.model.kernels.operator import operator
 
-@torch.library.custom_op("ullage::least_kept", mutates_args=())
+
+@operator("ullage::least_kept")
 def least_kept(logits: Tensor, top_k: Tensor, top_p: Tensor) -> Tensor:
     """[S] float32: of the `top_k` [S] largest of a row, the last that is needed to reach probability `top_p` [S].
 
