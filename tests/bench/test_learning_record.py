@@ -50,7 +50,7 @@ def worked_out(working):
 
 def test_a_record_and_its_picture(learning, tiny_model, tmp_path, capsys):
     out = tmp_path / "cpu.json"
-    learning.record("demo", str(tiny_model), seed=3, steps=2, out=out)
+    learning.record("demo", str(tiny_model), "auto", seed=3, steps=2, out=out)
     assert f"{out}: accuracy " in capsys.readouterr().out
     found = json.loads(out.read_text())
     assert [row["step"] for row in found["steps"]] == [1, 2]

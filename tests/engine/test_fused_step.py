@@ -42,6 +42,14 @@ def operations(rule, levers, dtype=torch.bfloat16, device="meta"):
     return seen.counts
 
 
+def test_a_graph_notices_that_weights_have_changed():
+    weights = torch.nn.Parameter(torch.ones(300, dtype=torch.bfloat16, device="meta"))
+    optimizer = Optimizer([("a", weights)], Optim())
+    before = weights._version
+    optimizer.step(1e-3, Solo())
+    assert weights._version > before
+
+
 @pytest.mark.parametrize("rule", ["adamw", "adamw_8bit", "sgd"])
 @pytest.mark.parametrize("levers", [Levers(), Levers(rounding="stochastic"), Levers(gradients="float32")])
 def test_a_step_on_the_device_is_one_kernel_for_each_parameter(rule, levers):
@@ -80,13 +88,16 @@ def test_what_the_kernel_is_told(monkeypatch):
     hyper = Hyper(learning_rate=0.5, betas=(0.75, 0.5), eps=0.125, weight_decay=0.25, step=2)
     place = Place(7, 1 << 32)  # bits repeat after 2**32 elements
     weights, gradient, mean, square = torch.zeros(4, 256).unbind()
-    step_fused_(weights, None, gradient, {"exp_avg": mean, "exp_avg_sq": square}, hyper, place, scale=0.3)
-    step_fused_(weights, mean, gradient, {"master": mean}, hyper, place, scale=1.0)
-    words = [word for purpose in ("exp_avg", "exp_avg_sq", "rounding") for word in Place(7, 0).words(purpose)]
+    places = place, Place(9, (1 << 32) + 3)
+    step_fused_(weights, None, gradient, {"exp_avg": mean, "exp_avg_sq": square}, hyper, *places, scale=0.3)
+    step_fused_(weights, mean, gradient, {"master": mean}, hyper, *places, scale=1.0)
+    moments = [word for purpose in ("exp_avg", "exp_avg_sq") for word in Place(7, 0).words(purpose)]
+    chance, thresholds = Place(7, 0).words("rounding"), Place(9, 0).words("thresholds")
+    start = ((1 << 32) + 3) % 65521
     adamw, sgd = ([part for part in arguments if not isinstance(part, torch.Tensor)] for arguments in told)
     # 1 - 0.5 * 0.25; 0.5 / (1 - 0.75**2); 1 / (1 - 0.5**2)
-    assert adamw == [None, None, None, 0.3, 0.875, 0.5 / 0.4375, (0.75, 0.5), 1 / 0.75, 0.125, words]
-    assert sgd == [None, None, None, None, 1.0, 0.875, 0.5, (0.75, 0.5), 1 / 0.75, 0.125, words]
+    assert adamw == [None, None, None, 0.3, 0.875, 0.5 / 0.4375, (0.75, 0.5), 1 / 0.75, 0.125, [*moments, *chance], start]
+    assert sgd == [None, None, None, None, 1.0, 0.875, 0.5, (0.75, 0.5), 1 / 0.75, 0.125, [*moments, *thresholds], start]
     assert [part.data_ptr() for part in told[0] if isinstance(part, torch.Tensor)] == [
         part.data_ptr() for part in (weights, gradient, mean, square)
     ]

@@ -128,7 +128,9 @@ def test_bfloat16_with_a_master_loses_no_update():
     master = optimizers[0].tensors()["master/weight"]
     torch.testing.assert_close(master, wide[0][1].detach(), rtol=0, atol=1e-9)
     assert master.tolist() == pytest.approx([1 - 3e-4, -1 + 3e-4, 0.5 - 3e-4], abs=2e-5)
-    assert torch.equal(narrow[0][1].detach(), master.bfloat16())
+    # One of the two numbers of bfloat16 around it.
+    spacing = torch.tensor([2**-8, 2**-8, 2**-9])
+    assert ((narrow[0][1].detach() - master).abs() < spacing).all()
 
 
 def moved_by_tiny_steps(rounding):
@@ -150,13 +152,36 @@ def test_stochastic_rounding_moves_in_expectation_what_nearest_would_not():
     error = math.sqrt(moved * 2**-8 / 4096)
     assert abs((weight.double() - 0.5).mean() - moved) < 4 * error
     assert set(weight.tolist()) > {0.5}
-    # The master has moved as well, but nothing of it shows yet.
-    master, weight = moved_by_tiny_steps("master")
-    assert master.tensors()["master/weight"].mean().item() == pytest.approx(
-        0.5 + moved, abs=200 * 2**-25
-    )  # float32 rounds too
-    assert set(weight.tolist()) == {0.5}
+    # Rounded to nearest, nothing would have moved.
     assert torch.equal(weight + torch.tensor(1e-6).bfloat16(), weight)
+
+
+def test_weights_follow_their_master_in_the_mean_and_move_once():
+    optimizer, weight = moved_by_tiny_steps("master")
+    master = optimizer.tensors()["master/weight"]
+    moved = 200 * 1e-6
+    assert master.mean().item() == pytest.approx(0.5 + moved, abs=200 * 2**-25)  # float32 rounds too
+    assert set(master.bfloat16().tolist()) == {0.5}, "rounded to nearest, none of it would show"
+    # As many as have a threshold below: independent ones, so that their share is binomial.
+    odds = moved / 2**-8
+    share = (weight == 0.5 + 2**-8).double().mean().item()
+    assert share == pytest.approx(odds, abs=4 * math.sqrt(odds * (1 - odds) / 4096))
+    assert set(weight.tolist()) == {0.5, 0.5 + 2**-8}
+    # What has moved stays there: thresholds are those of every step.
+    before = weight.clone()
+    optimizer.parameters[0].grad.fill_(-1.0)
+    optimizer.step(1e-6, Solo())
+    assert (optimizer.parameters[0].detach() >= before).all()
+
+
+def test_a_step_of_nothing_leaves_the_weights_of_a_checkpoint():
+    """A master that begins at numbers of bfloat16 is rounded to them, whatever the thresholds."""
+    weight = torch.nn.Parameter(torch.randn(3000, generator=torch.Generator().manual_seed(1)).bfloat16())
+    before = weight.detach().clone()
+    optimizer = Optimizer([("weight", weight)], Optim(weight_decay=0.0), seed=5)
+    weight.grad.zero_()
+    optimizer.step(1e-3, Solo())
+    assert torch.equal(weight.detach(), before)
 
 
 def test_stochastic_rounding_follows_the_seed_and_the_step():

@@ -6,9 +6,20 @@ import pytest
 import torch
 
 from ullage.base.seeds import derive
-from ullage.engine.rules import SGD, AdamW, AdamW8bit, Hyper, Place, decode, encode, round_stochastically_
+from ullage.engine.rules import (
+    SGD,
+    AdamW,
+    AdamW8bit,
+    Hyper,
+    Place,
+    decode,
+    encode,
+    round_by_thresholds_,
+    round_stochastically_,
+)
 
-CPU = torch.device("cpu")
+CPU = torch.empty(0)
+"""Where bits are made."""
 HYPER = Hyper(learning_rate=1e-2, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.1, step=1)
 
 
@@ -233,3 +244,37 @@ def test_training_in_8_bits_ends_where_float32_does():
         losses[kind] = loss.item()
     assert losses[AdamW] < 0.02
     assert losses[AdamW8bit] == pytest.approx(losses[AdamW], rel=0.05)
+
+
+def test_thresholds_of_rows_are_their_own():
+    """As wide as matrices are: rows that were rounded alike would be wrong alike."""
+    wide = torch.full((40, 4096), 1 + 0.3 * 2**-7)
+    narrow = torch.empty_like(wide, dtype=torch.bfloat16)
+    round_by_thresholds_(narrow.view(-1), wide.view(-1), Place(3, 0))
+    moved = (narrow > 1).double()
+    assert abs(moved.mean() - 0.3) < 4 * math.sqrt(0.3 * 0.7 / moved.numel())
+    rows = moved - moved.mean(1, keepdim=True)
+    alike = torch.corrcoef(rows).fill_diagonal_(0).abs().max()
+    assert alike < 5 / math.sqrt(4096)
+
+
+def test_any_piece_of_a_parameter_is_rounded_as_the_whole():
+    wide = torch.randn(150_000, generator=torch.Generator().manual_seed(2))
+    whole, parts = (torch.empty(150_000, dtype=torch.bfloat16) for _ in range(2))
+    round_by_thresholds_(whole, wide, Place(4, 0))
+    assert not torch.equal(whole, wide.bfloat16())
+    for start, end in ((0, 7), (7, 65521), (65521, 65530), (65530, 150_000)):
+        round_by_thresholds_(parts[start:end], wide[start:end], Place(4, start))
+    assert torch.equal(parts, whole)
+
+
+@pytest.mark.parametrize("rounded_", [round_by_thresholds_, round_stochastically_])
+def test_what_is_no_number_stays_none(rounded_):
+    """Also those whose bits are all set, as CUDA makes them: a carry would make them zero."""
+    bits = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001], dtype=torch.int32).repeat(64)
+    narrow = torch.zeros(256, dtype=torch.bfloat16)
+    rounded_(narrow, bits.view(torch.float32), Place(1, 0))
+    assert narrow.isnan().all()
+    infinite = torch.tensor([math.inf, -math.inf]).repeat(64)
+    rounded_(narrow[:128], infinite, Place(1, 0))
+    assert torch.equal(narrow[:128].float(), infinite)

@@ -133,8 +133,7 @@ def test_rotating_and_storing(count, size, normed):
     assert torch.equal(got_arena[unchanged], canary[unchanged])
 
 
-@pytest.mark.parametrize("longest", [400, 1500])
-@pytest.mark.parametrize("window", [0, 100])
+@pytest.mark.parametrize(("longest", "window"), [(400, 0), (400, 100), (1500, 0), (1500, 700)])
 @pytest.mark.parametrize(("heads", "kv_heads", "size"), [(14, 2, 64), (12, 2, 128), (16, 8, 128), (6, 2, 80)])
 @pytest.mark.parametrize("normed", [False, True])
 def test_the_newest_token_is_three_steps_in_one(heads, kv_heads, size, normed, window, longest):

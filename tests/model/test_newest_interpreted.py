@@ -63,7 +63,7 @@ def turn_of(rows, size, *, normed, dtype=torch.half):
     return fused.Turn(angles.cos().to(dtype), angles.sin().to(dtype), *norms, 1e-6)
 
 
-@pytest.mark.parametrize("window", [0, 20])
+@pytest.mark.parametrize("window", [0, 20, 40, 70])
 @pytest.mark.parametrize(
     ("heads", "kv_heads", "size", "normed"),
     [(14, 2, 64, False), (4, 2, 128, True), (3, 1, 80, True), (6, 6, 16, False), (17, 1, 32, False)],

@@ -1,7 +1,4 @@
-"""The optimizer's Triton kernel against the rules in plain torch, under Triton's interpreter (`make triton`).
-
-With a master, weights are float16 here: the interpreter cuts bfloat16 off instead of rounding it.
-"""
+"""The optimizer's Triton kernel against the rules in plain torch, under Triton's interpreter (`make triton`)."""
 
 import os
 from importlib.util import find_spec
@@ -19,6 +16,7 @@ from ullage.engine.rules import (
     AdamW8bit,
     Hyper,
     Place,
+    round_by_thresholds_,
     round_stochastically_,
     step_fused_,
 )
@@ -29,6 +27,8 @@ pytestmark = [pytest.mark.triton, pytest.mark.skipif(not INTERPRETED, reason="`m
 ODD = SMALLEST_IN_8_BITS + 1003
 """The last block is not full, nor is the last program."""
 STEPS = 3
+THRESHOLDS = 11
+"""Their seed."""
 
 
 @pytest.fixture(autouse=True)
@@ -52,9 +52,8 @@ class Case:
     """One parameter's weights and state."""
 
     def __init__(self, rule, count, *, master):
-        narrow = torch.float16 if master else torch.bfloat16
         self.rule = rule(torch.float32)
-        self.weights = (random(0, count, torch.float32) + 0.1).to(narrow)
+        self.weights = (random(0, count, torch.float32) + 0.1).bfloat16()
         self.master = self.weights.float() if master else None
         kinds = self.rule.state(count)
         self.kinds = kinds
@@ -67,7 +66,7 @@ class Case:
         if self.master is None:
             round_stochastically_(self.weights, work, Place(seed, 0))
         else:
-            self.weights.copy_(work)
+            round_by_thresholds_(self.weights, work, Place(THRESHOLDS, 0))
 
     def fused(self, gradient, numbers, scale, seed, piece=1 << 20):
         for start in range(0, len(self.weights), piece):
@@ -76,9 +75,8 @@ class Case:
                 name: self.state[name][start // kind.elements : kind.entries(end)] for name, kind in self.kinds.items()
             }
             master = None if self.master is None else self.master[start:end]
-            step_fused_(
-                self.weights[start:end], master, gradient[start:end], part, numbers, Place(seed, start), scale=scale
-            )
+            places = Place(seed, start), Place(THRESHOLDS, start)
+            step_fused_(self.weights[start:end], master, gradient[start:end], part, numbers, *places, scale=scale)
 
     def tensors(self):
         return {"weights": self.weights, **self.state} | ({} if self.master is None else {"master": self.master})
@@ -129,7 +127,10 @@ def test_adamw_with_a_master_is_torchs_but_for_last_bits(scale, decay):
     torch.testing.assert_close(got.state["exp_avg_sq"], want.state["exp_avg_sq"], rtol=2**-21, atol=0)
     moved = STEPS * 2.0**-7
     assert ((got.master - want.master).abs() <= 2**-22 * (want.master.abs() + 8 * moved)).all()
-    assert torch.equal(got.weights, got.master.half())
+    rounded = torch.empty_like(got.weights)
+    round_by_thresholds_(rounded, got.master, Place(THRESHOLDS, 0))
+    assert torch.equal(got.weights, rounded)
+    assert not torch.equal(rounded, got.master.bfloat16())
 
 
 def test_adamw_without_a_master_rounds_what_a_master_would_be():
@@ -146,9 +147,10 @@ def test_adamw_without_a_master_rounds_what_a_master_would_be():
     assert not torch.equal(want, wide.master.bfloat16())
 
 
+@pytest.mark.parametrize("master", [False, True], ids=["rounded", "master"])
 @pytest.mark.parametrize("rule", [AdamW, AdamW8bit, SGD])
-def test_results_do_not_depend_on_how_a_parameter_is_divided(rule):
-    whole, parts = (Case(rule, ODD, master=False) for _ in range(2))
+def test_results_do_not_depend_on_how_a_parameter_is_divided(rule, master):
+    whole, parts = (Case(rule, ODD, master=master) for _ in range(2))
     for step in range(1, STEPS + 1):
         gradient = random(step, ODD, torch.bfloat16)
         whole.fused(gradient, hyper(step, 0.1), 0.3, step)
@@ -163,6 +165,27 @@ def test_nothing_beside_a_piece_is_touched():
     case.fused(random(1, 700, torch.bfloat16), hyper(1, 0.1), 1.0, 1)
     assert bool((memory[[0, 1, 3, 4]] == 77).all())
     assert not bool((memory[2] == 77).all())
+
+
+def test_thresholds_repeat_as_in_plain_torch(monkeypatch):
+    """Pieces that begin anywhere in a period, end in the next, or have several."""
+    for module in ("ullage.engine.rules", "ullage.model.kernels.step_triton"):
+        monkeypatch.setattr(f"{module}.PERIOD", 512)
+    got, want = (Case(SGD, ODD, master=True) for _ in range(2))
+    for step in range(1, STEPS + 1):
+        gradient = random(step, ODD, torch.bfloat16)
+        got.fused(gradient, hyper(step, 0.1), 1.0, step, piece=768 * step)
+        want.plain(gradient, hyper(step, 0.1), 1.0, step)
+    assert differing(got, want) == []
+
+
+@pytest.mark.parametrize("master", [False, True], ids=["rounded", "master"])
+def test_what_is_no_number_stays_none(master):
+    case = Case(SGD, 600, master=master)
+    target = case.weights if case.master is None else case.master
+    target[100] = float("nan")
+    case.fused(torch.zeros(600), hyper(1, 0.0), 1.0, 1)
+    assert case.weights.isnan().nonzero().tolist() == [[100]]
 
 
 def test_bits_of_keys_beyond_31_bits():

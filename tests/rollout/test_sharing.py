@@ -170,9 +170,9 @@ def test_steps_that_share_are_captured_apart(monkeypatch, model, requests):
     graphs._capture = lambda step: (step(), step)[1]
     endless = dataclasses.replace(SAMPLING, ignore_eos=True, max_tokens=9)
     checked.engine.generate(requests[1:2], endless)
-    assert list(graphs._replays) == [Kind(1, False, False)]
+    assert list(graphs._replays) == [Kind(16, False, False)]
     checked.engine.generate(requests[:1], endless)
-    assert list(graphs._replays) == [Kind(1, False, False), Kind(8, False, True)]
+    assert list(graphs._replays) == [Kind(16, False, False), Kind(16, False, True)]
 
 
 @pytest.mark.parametrize(

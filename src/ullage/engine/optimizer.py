@@ -2,7 +2,8 @@
 
 Weights never move, so the rollout engine (and captured graphs, offload and sharding) can keep reading them. Half
 precision weights keep small updates in one of two ways: a float32 master beside them, or stochastic rounding; at a
-learning rate of 1e-6 round-to-nearest would lose every update.
+learning rate of 1e-6 round-to-nearest would lose every update. It would hide them with a master, too: bfloat16 weights
+follow theirs by thresholds.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from ullage.engine.rules import (
     Place,
     Rule,
     StateTensor,
+    round_by_thresholds_,
     round_stochastically_,
     step_fused_,
 )
@@ -55,7 +57,8 @@ class Optimizer:
     """Owns gradients, moments and (for half precision) master weights of the parameters it is given.
 
     Args:
-        seed: of stochastic rounding; random bits follow from it, the step and the weight's place alone.
+        seed: of rounding; random bits follow from it, the step and the weight's place alone, and thresholds do not
+            even follow from the step.
         piece: elements stepped at once, a multiple of 256; what a step needs beside the state grows with it, but where
             one kernel does it all and nothing comes from the host it needs nothing, and a piece is a parameter.
     """
@@ -127,18 +130,21 @@ class Optimizer:
 
         def step_piece(piece: Piece, weights: Tensor, gradient: Tensor, state: Mapping[str, Tensor]) -> None:
             place = Place(derive(self.seed, self.num_steps, piece.name), piece.start)
+            thresholds = Place(derive(self.seed, piece.name), piece.start)
             if self._fused:
-                step_fused_(weights, state.get(MASTER), gradient, state, hyper, place, scale=scale)
+                step_fused_(weights, state.get(MASTER), gradient, state, hyper, place, thresholds, scale=scale)
                 return
             gradient = gradient.to(self._wide)
             if scale != 1:
                 gradient.mul_(scale)
             work = state[MASTER] if MASTER in state else weights.to(self._wide)
             self._rule.step_(work, gradient, state, hyper, place)
-            if MASTER in state:
-                weights.copy_(work)
-            elif self._half:
+            if self._half and MASTER not in state:
                 round_stochastically_(weights, work, place)
+            elif weights.dtype == torch.bfloat16:
+                round_by_thresholds_(weights, work, thresholds)
+            elif MASTER in state:
+                weights.copy_(work)
 
         self._placement.run(step_piece)
         return norm

@@ -1,8 +1,8 @@
 """Update rules on flat pieces of parameters: AdamW in full precision, AdamW with 8-bit moments, SGD; and rounding.
 
-A rule changes numbers in float32 (float64 stays) that are the parameter itself, its master copy, or a wide copy that is
-rounded stochastically afterwards. It never sees where its state lives or how a parameter was divided, and neither
-changes its results: blocks do not cross pieces, and random bits belong to an element's place.
+A rule changes numbers in float32 (float64 stays) that are the parameter itself, its master copy, or a wide copy; a
+parameter of fewer bits is rounded afterwards. It never sees where its state lives or how a parameter was divided, and
+neither changes its results: blocks do not cross pieces, and random bits belong to an element's place.
 """
 
 from __future__ import annotations
@@ -15,7 +15,7 @@ import torch
 from torch import Tensor
 
 from ullage.base.seeds import derive
-from ullage.model.kernels.step import BLOCK, step_
+from ullage.model.kernels.step import BLOCK, PERIOD, step_
 
 SMALLEST_IN_8_BITS = 4096
 """Parameters with fewer elements keep float32 moments, as there: norms and biases are few, and sensitive."""
@@ -38,16 +38,16 @@ class Place:
     """Where a piece lies, for random numbers that belong to an element and not to an order."""
 
     seed: int
-    """Of this parameter, in this step."""
+    """Of this parameter; in this step, but for thresholds."""
     start: int
     """The piece's first element within its parameter."""
 
-    def bits(self, count: int, purpose: str, device: torch.device) -> Tensor:
-        """[count] uniform whole numbers below 65536."""
+    def bits(self, count: int, purpose: str, beside: Tensor) -> Tensor:
+        """[count] uniform whole numbers below 65536, where that tensor is."""
         first, second = self.words(purpose)
         # Products and sums are taken modulo 2**32; the multipliers are those of the lowbias32 hash, which leaves no
         # visible order in consecutive numbers. The second word keeps two streams from being one, shifted.
-        x = torch.arange(count, device=device, dtype=torch.int32).add_(first)
+        x = beside.new_ones(count, dtype=torch.int32).cumsum_(0).add_(_signed(first - 1))
         x.bitwise_xor_(_shifted(x, 16)).mul_(0x7FEB352D)
         x.bitwise_xor_(_shifted(x, 15)).add_(second).mul_(_signed(0x846CA68B))
         return x.bitwise_xor_(_shifted(x, 16)).bitwise_and_(0xFFFF)
@@ -137,9 +137,9 @@ class AdamW8bit:
         mean = decode(state["exp_avg"], state["exp_avg_scale"]).sub_(gradient).mul_(beta1).add_(gradient)
         square = decode(state["exp_avg_sq"], state["exp_avg_sq_scale"]).mul_(beta2)
         square.add_(gradient.square().mul_(1 - beta2))
-        bits = place.bits(len(work), "exp_avg", work.device)
+        bits = place.bits(len(work), "exp_avg", work)
         encode(mean, state["exp_avg"], state["exp_avg_scale"], bits)
-        bits = place.bits(len(work), "exp_avg_sq", work.device)
+        bits = place.bits(len(work), "exp_avg_sq", work)
         encode(square, state["exp_avg_sq"], state["exp_avg_sq_scale"], bits)
         root = square.mul_(1 / (1 - beta2**hyper.step)).sqrt_().add_(hyper.eps)
         work.mul_(1 - hyper.learning_rate * hyper.weight_decay)
@@ -168,16 +168,19 @@ def step_fused_(
     state: Mapping[str, Tensor],
     hyper: Hyper,
     place: Place,
+    thresholds: Place,
     *,
     scale: float,
 ) -> None:
     """Any of these rules on bfloat16 weights on CUDA, in one pass; which it is follows from the state.
 
     Args:
-        master: of the weights; without one they are rounded stochastically.
+        master: of the weights, rounded by thresholds; without one they are rounded stochastically.
         scale: of the gradient.
     """
     beta1, beta2 = hyper.betas
+    torch.autograd.graph.increment_version(weights)  # a graph that still needs them as they were has to notice
+    rounding = place.words("rounding") if master is None else Place(thresholds.seed, 0).words("thresholds")
     step_(
         weights,
         gradient,
@@ -192,7 +195,8 @@ def step_fused_(
         hyper.betas,
         1 / (1 - beta2**hyper.step),
         hyper.eps,
-        [word for purpose in ("exp_avg", "exp_avg_sq", "rounding") for word in place.words(purpose)],
+        [*place.words("exp_avg"), *place.words("exp_avg_sq"), *rounding],
+        thresholds.start % PERIOD,
     )
 
 
@@ -249,10 +253,33 @@ def _blocks(values: Tensor) -> Tensor:
 
 
 def round_stochastically_(narrow: Tensor, wide: Tensor, place: Place) -> None:
-    """Float32 to bfloat16, up or down with the odds that keep the mean: the 16 bits to be lost meet 16 random ones."""
-    bits = place.bits(len(wide), "rounding", wide.device)
-    bits.add_(wide.view(torch.int32)).bitwise_and_(-0x10000)
-    narrow.copy_(bits.view(torch.float32))
+    """Float32 to bfloat16, up or down with the odds that keep the mean."""
+    _lift_(narrow, wide, place.bits(len(wide), "rounding", wide))
+
+
+def round_by_thresholds_(narrow: Tensor, wide: Tensor, place: Place) -> None:
+    """Float32 to bfloat16, up or down by a threshold of each weight's own, the same in every step.
+
+    Weights begin at numbers that bfloat16 has, and a step of reinforcement learning is a hundredth of the distance to
+    the next one: rounded to nearest, nothing moves for many steps. With random thresholds, so many weights have moved
+    that their mean follows the master from the first step on, and those that have not moved stay where they are.
+    """
+    start = place.start % PERIOD
+    if start + len(wide) <= PERIOD:
+        _lift_(narrow, wide, Place(place.seed, start).bits(len(wide), "thresholds", wide))
+        return
+    thresholds = Place(place.seed, 0).bits(PERIOD, "thresholds", wide)
+    head = -start % PERIOD
+    body = head + (len(wide) - head) // PERIOD * PERIOD
+    _lift_(narrow[:head], wide[:head], thresholds[start : start + head])
+    _lift_(narrow[head:body].view(-1, PERIOD), wide[head:body].view(-1, PERIOD), thresholds)
+    _lift_(narrow[body:], wide[body:], thresholds[: len(wide) - body])
+
+
+def _lift_(narrow: Tensor, wide: Tensor, bits: Tensor) -> None:
+    """The 16 bits to be lost meet 16 others, and carry or not. What is no number stays none."""
+    lifted = (wide.view(torch.int32) + bits).bitwise_and_(-0x10000).view(torch.float32)
+    narrow.copy_(torch.where(wide.isnan(), wide, lifted))
 
 
 def _signed(word: int) -> int:

@@ -19,13 +19,14 @@ from ullage.model.kernels.paged_triton import (
     WARPS,
     _attended,
     _leave,
+    _own_start,
     _segment_length,
     columns_of,
     tile_of,
 )
 
 NARROW_STAGES = 5
-"""For heads of up to 64: one warp with a quarter of a tile at a time, and two of those on their way."""
+"""For heads of up to 64 and few of them: one warp, a quarter of a tile at a time, and two of those on their way."""
 
 
 @triton.jit
@@ -60,7 +61,7 @@ def _newest(  # noqa: ANN202
 ):  # fmt: skip
     kv_head, sequence, segment = tl.program_id(0), tl.program_id(1).to(tl.int64), tl.program_id(2)
     length = tl.load(lengths + sequence).to(tl.int32)
-    first = tl.maximum(length - window, 0) if window > 0 else length * 0
+    first = _own_start(sequence, length, lengths, window, False)
     share = _segment_length(length - first, segments, least, tile)
     begin = first + segment * share
     end = tl.minimum(begin + share, length)
@@ -127,12 +128,13 @@ def attend_newest_into(
     group = query.shape[1] // (kv_heads * size)
     largest, total = (None, None) if sums is None else sums
     keys, values = arena[layer]  # by its address: its offset in a large arena needs more than 32 bits
-    tile, narrow = tile_of(size), size <= 64
+    rows, tile = max(16, triton.next_power_of_2(group)), tile_of(size)
+    narrow = size <= 64 and rows == 16
     _newest[(kv_heads, len(query), segments)](
         query, key, value, cos, sin, query_norm, key_norm, eps,
         keys, values, places, page_table, lengths, out, partial, largest, total,
         query.stride(0), key.stride(0), value.stride(0), page_table.stride(0), scaling,
-        kv_heads=kv_heads, group=group, rows=max(16, triton.next_power_of_2(group)), size=size,
+        kv_heads=kv_heads, group=group, rows=rows, size=size,
         columns=columns_of(size), page=page, segments=segments, least=LEAST_SEGMENT, tile=tile,
         at_a_time=max(16, tile // 4) if narrow else tile, window=window, has_norm=query_norm is not None,
         at_once=out is not None, num_warps=1 if narrow else WARPS // 2, num_stages=NARROW_STAGES if narrow else STAGES,

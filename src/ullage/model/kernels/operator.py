@@ -13,7 +13,7 @@ R = TypeVar("R")
 
 
 class Operator(Generic[P, R]):
-    """A function whose first argument is a tensor, for passes without gradients.
+    """A function whose first argument, given by its place, is a tensor; for passes without gradients.
 
     Tensors on a GPU go straight to the function. All others go through torch, so that whoever traces tensors without
     memory sees one operator, what it allocates and what it changes.
@@ -26,8 +26,7 @@ class Operator(Generic[P, R]):
         """For the function that says what comes out of tensors without memory."""
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
-        first = args[0]
-        if type(first) is Tensor and first.is_cuda:
+        if type(args[0]) is Tensor and args[0].is_cuda:
             return self.function(*args, **kwargs)
         result: R = self.registered(*args, **kwargs)
         return result

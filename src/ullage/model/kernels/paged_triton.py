@@ -165,9 +165,10 @@ def _shared(  # noqa: ANN202
                 m, s, acc, scaling, cap, kv_heads, size, columns, page, has_cap,
             )  # fmt: skip
         spot = (sequence * kv_heads * group + head) * (segments + after) + segment
-        tl.store(partial + spot[:, None] * size + column[None, :], acc, mask=inside)
-        tl.store(largest + spot, m, mask=real)
-        tl.store(total + spot, s, mask=real)
+        _leave(
+            m, s, acc, partial, partial, largest, total, partial, spot, head, real, inside, column[None, :],
+            size, False, False,
+        )  # fmt: skip
 
 
 @triton.jit

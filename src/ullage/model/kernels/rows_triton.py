@@ -8,9 +8,11 @@ from torch import Tensor
 
 BLOCK = 128
 """Rows of one program."""
+OF_ROWS = ["limit", "ignore_eos", "running", "last", "drawn", "window_tokens", "window_logprobs"]
+"""Newcomers' rows begin anywhere: no kernel is compiled for where."""
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"])
 def _find(  # noqa: ANN202 -- Triton's own types
     running, length, page_table, places, lengths, rows, table_stride,  # noqa: ANN001
     page: tl.constexpr, block: tl.constexpr,
@@ -25,7 +27,7 @@ def _find(  # noqa: ANN202 -- Triton's own types
     tl.store(lengths + row, tl.where(goes_on, cached + 1, 0).to(tl.int32), mask=inside)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["rows"], do_not_specialize_on_alignment=OF_ROWS)
 def _note(  # noqa: ANN202
     tokens, logprobs, column, limit, ignore_eos, stop_ids, running, last, drawn, window_tokens,  # noqa: ANN001
     window_logprobs, rows, width, vocabulary,  # noqa: ANN001

@@ -43,7 +43,7 @@ def _inverse(temperature):  # noqa: ANN001, ANN202
     return 1.0 / tl.where(temperature == 0, 1.0, temperature)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperatures"])
 def _masses(logits, temperatures, largest, total, stride, vocabulary, block: tl.constexpr):  # noqa: ANN001, ANN202
     """The largest logit of a block, and the sum of the exponentials of what each x has less than the largest."""
     part, row = tl.program_id(0), tl.program_id(1).to(tl.int64)  # neighbours read what lies side by side
@@ -63,7 +63,7 @@ def _first_largest(score):  # noqa: ANN001, ANN202
     return tl.argmax(score, 0, tie_break_left=True)
 
 
-@triton.jit
+@triton.jit(do_not_specialize_on_alignment=["temperatures", "seeds", "positions"])  # newcomers' rows begin anywhere
 def _race(  # noqa: ANN202
     logits, temperatures, seeds, positions, largest, total, tokens, logprobs,  # noqa: ANN001
     stride, vocabulary, parts, block: tl.constexpr, parts_tile: tl.constexpr,  # noqa: ANN001

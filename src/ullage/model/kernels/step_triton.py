@@ -14,10 +14,12 @@ import triton
 import triton.language as tl
 from torch import Tensor
 
-from ullage.model.kernels.step import BLOCK
+from ullage.model.kernels.step import BLOCK, PERIOD
 
 ROWS = 4
 """Blocks of one program: one for a warp, eight elements for a thread."""
+WORDS = ["mean_first", "mean_second", "square_first", "square_second", "round_first", "round_second", "start"]
+"""Numbers that differ from call to call: no kernel is compiled for any of them."""
 
 
 @triton.jit
@@ -53,15 +55,13 @@ def _encode(size, bits, top: tl.constexpr):  # noqa: ANN001, ANN202
     return tl.where(drawn < odds, low + 1.0, low), scale
 
 
-@triton.jit(
-    do_not_specialize=["mean_first", "mean_second", "square_first", "square_second", "round_first", "round_second"]
-)
+@triton.jit(do_not_specialize=WORDS)
 def _step(  # noqa: ANN202
     weights, gradient, master, mean, mean_scale, square, square_scale,  # noqa: ANN001
     count, scale, decay, rate, beta1, beta2, rest2, correction, eps,  # noqa: ANN001
-    mean_first, mean_second, square_first, square_second, round_first, round_second,  # noqa: ANN001
+    mean_first, mean_second, square_first, square_second, round_first, round_second, start,  # noqa: ANN001
     has_master: tl.constexpr, has_moments: tl.constexpr, in_8_bits: tl.constexpr,
-    rows: tl.constexpr, block: tl.constexpr,
+    rows: tl.constexpr, block: tl.constexpr, period: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * rows + tl.arange(0, rows)
     place = row[:, None] * block + tl.arange(0, block)[None, :]
@@ -96,13 +96,14 @@ def _step(  # noqa: ANN202
     else:
         change = g * rate
     work = work * decay - change
+    spot = place
     if has_master:
         tl.store(master + place, work, mask=inside)
-    else:
-        # The 16 bits to be lost meet 16 random ones.
-        bits = work.to(tl.int32, bitcast=True) + _bits(place, round_first, round_second).to(tl.int32)
-        work = (bits & -65536).to(tl.float32, bitcast=True)
-    tl.store(weights + place, work.to(weights.dtype.element_ty), mask=inside)
+        spot = (place + start) % period
+    # The 16 bits to be lost meet 16 others.
+    bits = work.to(tl.int32, bitcast=True) + _bits(spot, round_first, round_second).to(tl.int32)
+    lifted = tl.where(work == work, (bits & -65536).to(tl.float32, bitcast=True), work)  # what is no number stays none
+    tl.store(weights + place, lifted.to(tl.bfloat16), mask=inside)
 
 
 def step_into(
@@ -120,13 +121,14 @@ def step_into(
     correction: float,
     eps: float,
     words: Sequence[int],
+    start: int,
 ) -> None:
     beta1, beta2 = betas
     owned = (master, mean, mean_scale, square, square_scale)
     assert all(tensor is None or tensor.is_contiguous() for tensor in (weights, gradient, *owned)), "no gaps"
     _step[(triton.cdiv(len(weights), ROWS * BLOCK),)](
         weights, gradient, *(weights if tensor is None else tensor for tensor in owned),
-        len(weights), scale, decay, rate, beta1, beta2, 1 - beta2, correction, eps, *words,
+        len(weights), scale, decay, rate, beta1, beta2, 1 - beta2, correction, eps, *words, start,
         has_master=master is not None, has_moments=mean is not None, in_8_bits=mean_scale is not None,
-        rows=ROWS, block=BLOCK, num_warps=ROWS, enable_fp_fusion=False,
+        rows=ROWS, block=BLOCK, period=PERIOD, num_warps=ROWS, enable_fp_fusion=False,
     )  # fmt: skip

@@ -31,9 +31,13 @@ class Kind(NamedTuple):
     """Some rows begin with the same pages."""
 
 
+LEAST_RUNG = 16
+"""Fewer rows save hardly any time, all weights have to be read for one as well, and every graph takes memory."""
+
+
 def rung_for(count: int, slots: int) -> int:
-    """The fewest rows, of those that are captured, that hold so many samples: 1, 2, 4 ... 32, 48, 64, 96 ... slots."""
-    rung = 1
+    """The fewest rows, of those that are captured, that hold so many samples: 16, 32, 48, 64, 96, 128 ... slots."""
+    rung = LEAST_RUNG
     while rung < count:
         rung = rung * 3 // 2 if rung >= 32 and rung & (rung - 1) == 0 else 1 << rung.bit_length()
     return min(rung, slots)

@@ -77,6 +77,7 @@ class DecodeLayout:
     ) -> Tensor:
         """[S, H, d] of projections [S, heads * d]; keys and values are stored on the way."""
         if self.fused and self.shared is None:
+            assert (extras.softcap, extras.sinks) == (None, None), "of no family whose layers are fused"
             tables = (self.places, self.page_table, self.lengths)
             rest = (extras.scaling, extras.window)
             return attend_newest(query, key, value, turn, self.arena, layer, *tables, *rest)
