@@ -96,8 +96,33 @@ def test_what_the_kernel_is_told(monkeypatch):
     start = ((1 << 32) + 3) % 65521
     adamw, sgd = ([part for part in arguments if not isinstance(part, torch.Tensor)] for arguments in told)
     # 1 - 0.5 * 0.25; 0.5 / (1 - 0.75**2); 1 / (1 - 0.5**2)
-    assert adamw == [None, None, None, 0.3, 0.875, 0.5 / 0.4375, (0.75, 0.5), 1 / 0.75, 0.125, [*moments, *chance], start]
-    assert sgd == [None, None, None, None, 1.0, 0.875, 0.5, (0.75, 0.5), 1 / 0.75, 0.125, [*moments, *thresholds], start]
+    assert adamw == [
+        None,
+        None,
+        None,
+        0.3,
+        0.875,
+        0.5 / 0.4375,
+        (0.75, 0.5),
+        1 / 0.75,
+        0.125,
+        [*moments, *chance],
+        start,
+    ]
+    assert sgd == [
+        None,
+        None,
+        None,
+        None,
+        1.0,
+        0.875,
+        0.5,
+        (0.75, 0.5),
+        1 / 0.75,
+        0.125,
+        [*moments, *thresholds],
+        start,
+    ]
     assert [part.data_ptr() for part in told[0] if isinstance(part, torch.Tensor)] == [
         part.data_ptr() for part in (weights, gradient, mean, square)
     ]
