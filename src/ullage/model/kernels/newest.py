@@ -70,29 +70,3 @@ def attend_newest_(
         query, key, value, cos, sin, query_norm, key_norm, eps, arena, layer,
         places, page_table, lengths, out, partial, sums, scaling, window,
     )  # fmt: skip
-
-
-@attend_newest_.register_fake
-def _(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cos: Tensor,
-    sin: Tensor,
-    query_norm: Tensor | None,
-    key_norm: Tensor | None,
-    eps: float,
-    arena: Tensor,
-    layer: int,
-    places: Tensor,
-    page_table: Tensor,
-    lengths: Tensor,
-    out: Tensor | None,
-    partial: Tensor | None,
-    sums: Tensor | None,
-    scaling: float,
-    window: int,
-) -> None:
-    """Nothing is allocated."""
-    del query, key, value, cos, sin, query_norm, key_norm, eps, arena, layer, places, page_table, lengths
-    del out, partial, sums, scaling, window

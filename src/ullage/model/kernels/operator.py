@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any, Generic, ParamSpec, TypeVar
 
 import torch
@@ -23,7 +24,9 @@ class Operator(Generic[P, R]):
         self.function = function
         self.registered = torch.library.custom_op(name, function, mutates_args=mutates_args)
         self.register_fake: Callable[..., Any] = self.registered.register_fake
-        """For the function that says what comes out of tensors without memory."""
+        """For the function that says what comes out of tensors without memory; not needed where nothing does."""
+        if signature(function).return_annotation in (None, "None"):
+            self.register_fake(lambda *_, **__: None)
 
     def __call__(self, *args: P.args, **kwargs: P.kwargs) -> R:
         if type(args[0]) is Tensor and args[0].is_cuda:

@@ -30,22 +30,12 @@ def store_kv(arena: Tensor, layer: int, key: Tensor, value: Tensor, places: Tens
     flat[1].index_copy_(0, places, value)
 
 
-@store_kv.register_fake
-def _(arena: Tensor, layer: int, key: Tensor, value: Tensor, places: Tensor) -> None:
-    del arena, layer, key, value, places
-
-
 @operator("ullage::fused_store_kv", mutates_args=("arena",))
 def fused_store_kv(arena: Tensor, layer: int, key: Tensor, value: Tensor, places: Tensor) -> None:
     """As `store_kv`; a token whose place is negative is not stored."""
     from ullage.model.kernels.paged_triton import store  # a trace needs only shapes
 
     store(arena[layer], key, value, places)
-
-
-@fused_store_kv.register_fake
-def _(arena: Tensor, layer: int, key: Tensor, value: Tensor, places: Tensor) -> None:
-    del arena, layer, key, value, places
 
 
 @operator("ullage::paged_attention")
@@ -232,24 +222,6 @@ def attend_own(
     launch(query, arena[layer], page_table, lengths, starts, partial, sums, segments, scaling, window, softcap)
 
 
-@attend_own.register_fake
-def _(
-    query: Tensor,
-    arena: Tensor,
-    layer: int,
-    page_table: Tensor,
-    lengths: Tensor,
-    starts: Tensor | None,
-    partial: Tensor,
-    sums: Tensor,
-    segments: int,
-    scaling: float,
-    window: int,
-    softcap: float,
-) -> None:
-    del query, arena, layer, page_table, lengths, starts, partial, sums, segments, scaling, window, softcap
-
-
 @operator("ullage::attend_shared", mutates_args=("partial", "sums"))
 def attend_shared(
     query: Tensor,
@@ -270,25 +242,6 @@ def attend_shared(
     from ullage.model.kernels.paged_triton import attend_shared as launch
 
     launch(query, arena[layer], page_table, lengths, starts, members, partial, sums, segments, scaling, window, softcap)
-
-
-@attend_shared.register_fake
-def _(
-    query: Tensor,
-    arena: Tensor,
-    layer: int,
-    page_table: Tensor,
-    lengths: Tensor,
-    starts: Tensor,
-    members: Tensor,
-    partial: Tensor,
-    sums: Tensor,
-    segments: int,
-    scaling: float,
-    window: int,
-    softcap: float,
-) -> None:
-    del query, arena, layer, page_table, lengths, starts, members, partial, sums, segments, scaling, window, softcap
 
 
 @operator("ullage::merge_partials")

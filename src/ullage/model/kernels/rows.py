@@ -51,23 +51,3 @@ def note_drawn(
         tokens, logprobs, column, limit, ignore_eos, stop_ids, running, last, drawn, window_tokens, window_logprobs,
         vocabulary, nothing,
     )  # fmt: skip
-
-
-@note_drawn.register_fake
-def _(
-    tokens: Tensor,
-    logprobs: Tensor,
-    column: Tensor,
-    limit: Tensor,
-    ignore_eos: Tensor,
-    stop_ids: Tensor,
-    running: Tensor,
-    last: Tensor,
-    drawn: Tensor,
-    window_tokens: Tensor,
-    window_logprobs: Tensor,
-    vocabulary: int,
-    nothing: int,
-) -> None:
-    del tokens, logprobs, column, limit, ignore_eos, stop_ids, running, last, drawn, window_tokens, window_logprobs
-    del vocabulary, nothing

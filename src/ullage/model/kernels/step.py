@@ -57,26 +57,3 @@ def step_(
         weights, gradient, master, mean, mean_scale, square, square_scale,
         scale, decay, rate, betas, correction, eps, words, start,
     )  # fmt: skip
-
-
-@step_.register_fake
-def _(
-    weights: Tensor,
-    gradient: Tensor,
-    master: Tensor | None,
-    mean: Tensor | None,
-    mean_scale: Tensor | None,
-    square: Tensor | None,
-    square_scale: Tensor | None,
-    scale: float,
-    decay: float,
-    rate: float,
-    betas: Sequence[float],
-    correction: float,
-    eps: float,
-    words: Sequence[int],
-    start: int,
-) -> None:
-    """Nothing is allocated."""
-    del weights, gradient, master, mean, mean_scale, square, square_scale
-    del scale, decay, rate, betas, correction, eps, words, start
