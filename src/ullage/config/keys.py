@@ -60,12 +60,13 @@ def sections_by_path() -> dict[str, type[Section]]:
 
 
 def key_listing() -> list[KeyInfo]:
-    """Every key of the tree, in the order of the file."""
+    """Every key that can be set, in the order of the file."""
     return [
         KeyInfo(
             path, describe_field(field), field.get_default(call_default_factory=True), _docs(owner).get(_last(path), "")
         )
         for path, owner, field in walk_fields()
+        if path != "later"  # the loader's own
     ]
 
 

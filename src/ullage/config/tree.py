@@ -157,6 +157,8 @@ class Rollout(Section):
     """Slots: sequences decoded at once."""
     kv_cache_tokens: PositiveInt | Literal["auto"] = "auto"
     """Size of the KV arena; auto: enough for every slot at full length."""
+    deterministic: bool = False
+    """The same samples on a GPU, too, whatever else is drawn beside them: every step computes all slots; slower."""
     ignore_eos: bool = False
     val_kwargs: ValSampling = ValSampling()
 

@@ -211,6 +211,7 @@ def make_engine(
         max_length=prompt_tokens + config.data.max_response_length,
         cache_tokens=None if rollout.kv_cache_tokens == "auto" else rollout.kv_cache_tokens,
         lent=lent,
+        deterministic=rollout.deterministic,
         capture=capture,
         say=say,
     )
