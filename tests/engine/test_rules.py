@@ -270,10 +270,11 @@ def test_any_piece_of_a_parameter_is_rounded_as_the_whole():
 
 @pytest.mark.parametrize("rounded_", [round_by_thresholds_, round_stochastically_])
 def test_what_is_no_number_stays_none(rounded_):
-    """Also those whose bits are all set, as CUDA makes them: a carry would make them zero."""
-    bits = torch.tensor([0x7FFFFFFF, -1, 0x7FC00000, 0x7F800001], dtype=torch.int32).repeat(64)
+    """As a CPU makes it: that of CUDA has all bits set, and is for the kernel."""
     narrow = torch.zeros(256, dtype=torch.bfloat16)
-    rounded_(narrow, bits.view(torch.float32), Place(1, 0))
+    rounded_(narrow, torch.full((256,), math.inf) - math.inf, Place(1, 0))
+    assert narrow.isnan().all()
+    rounded_(narrow, torch.full((256,), math.nan), Place(1, 0))
     assert narrow.isnan().all()
     infinite = torch.tensor([math.inf, -math.inf]).repeat(64)
     rounded_(narrow[:128], infinite, Place(1, 0))

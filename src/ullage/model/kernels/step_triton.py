@@ -102,7 +102,7 @@ def _step(  # noqa: ANN202
         spot = (place + start) % period
     # The 16 bits to be lost meet 16 others.
     bits = work.to(tl.int32, bitcast=True) + _bits(spot, round_first, round_second).to(tl.int32)
-    lifted = tl.where(work == work, (bits & -65536).to(tl.float32, bitcast=True), work)  # what is no number stays none
+    lifted = tl.where(work == work, (bits & -65536).to(tl.float32, bitcast=True), work)  # CUDA's NaN has all bits set
     tl.store(weights + place, lifted.to(tl.bfloat16), mask=inside)
 
 
