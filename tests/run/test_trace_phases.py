@@ -4,6 +4,8 @@ import torch
 
 from ullage.base.communicator import Solo
 from ullage.bench.update import Workload, prepared
+from ullage.config.tree import Optim
+from ullage.engine.optimizer import Levers, Optimizer
 from ullage.planner.replay import Allocate, Empty, Enter
 from ullage.run.trace_phases import TracedCapture, record_phases, traced_target
 
@@ -68,3 +70,19 @@ def test_a_captured_step_runs_on_a_queue_of_its_own_and_then_into_a_pool():
     # A tensor and its sum, twice; what is replayed makes nothing, and libraries keep what they have for the queue.
     assert seen == workspace + [(4 * size, owner) for size in (256, 512) for owner in ("side", "graphs") for _ in "ab"]
     assert [event for event in events if isinstance(event, Empty)] == [Empty(), Empty()]
+
+
+def test_an_optimizer_on_the_host_rounds_there(monkeypatch):
+    """What rounding needs beside weights and master is nobody's on the device."""
+
+    def traced():
+        def step(mark):
+            del mark
+            weight = torch.zeros(3 << 20, dtype=torch.bfloat16, device="meta").requires_grad_()
+            Optimizer([("weight", weight)], Optim(), Levers(state="host")).step(1e-3, Solo())
+
+        return [(event.size, event.owner) for event in record_phases(step).events if isinstance(event, Allocate)]
+
+    thresholds = traced()
+    monkeypatch.setattr("ullage.engine.optimizer.round_by_thresholds_", lambda narrow, wide, place: narrow.copy_(wide))
+    assert traced() == thresholds
