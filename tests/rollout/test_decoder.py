@@ -9,7 +9,8 @@ from experience_samples import load, tokens
 from ullage.model import attention
 from ullage.model.head import MIN_ROWS
 from ullage.model.random_weights import random_model
-from ullage.rollout.embedded import cuda, decoder, pages, state
+from ullage.model.target import put
+from ullage.rollout.embedded import decoder, pages, state
 from ullage.rollout.embedded.decoder import Text, pack
 from ullage.rollout.embedded.engine import Engine
 from ullage.rollout.embedded.layouts import PrefillLayout
@@ -130,10 +131,10 @@ class Pageable:
 
 def test_what_goes_to_a_gpu_is_pinned_first():
     values = Pageable()
-    cuda.put(values, torch.device("cuda"))
+    put(values, torch.device("cuda"))
     assert values.done == ["pinned", ("cuda", True)]
     values = Pageable()
-    cuda.put(values, torch.device("cpu"))
+    put(values, torch.device("cpu"))
     assert values.done == [("cpu", True)]
 
 
@@ -177,9 +178,8 @@ def test_nothing_goes_to_the_device_out_of_ordinary_memory(tiny_architecture, ar
     traced = random_model(AutoConfig.from_pretrained(tiny_architecture(architecture)), target, dtype=torch.bfloat16)
     engine = Engine(traced, slots=12, max_length=200)
     copies = Copies()
-    for place in (decoder, state, pages):
-        monkeypatch.setattr(place, "put", copies.allow(cuda.put))
-    monkeypatch.setattr(attention, "_ends", copies.allow(attention._ends))
+    for place in (decoder, state, pages, attention):
+        monkeypatch.setattr(place, "put", copies.allow(put))
     with copies:
         session = engine.session()
         for key, prompt in enumerate((130, 20, 33)):

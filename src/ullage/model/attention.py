@@ -21,7 +21,7 @@ from torch.nn import functional
 from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from ullage.base.errors import ModelError
-from ullage.model.target import Target
+from ullage.model.target import Target, put
 
 NAME = "ullage"
 
@@ -128,9 +128,7 @@ class Sequences:
             _ends(keys, device),
             max(queries),
             max(keys),
-            torch.cat([torch.arange(part.start, part.stop) for part in places]).to(device, non_blocking=True)
-            if shared
-            else None,
+            put(torch.cat([torch.arange(part.start, part.stop) for part in places]), device) if shared else None,
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
@@ -166,8 +164,7 @@ def _grouped() -> dict[str, Any]:
 
 def _ends(lengths: Sequence[int], device: torch.device) -> Tensor:
     """[sequences + 1] where each begins, and the end of the last."""
-    ends = torch.tensor([0, *accumulate(lengths)], dtype=torch.int32, pin_memory=device.type == "cuda")
-    return ends.to(device, non_blocking=True)
+    return put(torch.tensor([0, *accumulate(lengths)], dtype=torch.int32), device)
 
 
 class _Gathered(torch.autograd.Function):

@@ -10,6 +10,7 @@ from typing import Literal
 
 import psutil
 import torch
+from torch import Tensor
 
 from ullage.base.errors import ConfigError
 
@@ -66,3 +67,14 @@ def find_target(device: str, local_rank: int) -> Target:
         )
     properties = torch.cuda.get_device_properties(local_rank)
     return Target("cuda", local_rank, (properties.major, properties.minor), properties.total_memory)
+
+
+def put(values: Tensor, device: torch.device) -> Tensor:
+    """To the device, behind what it has yet to do, while the host goes on.
+
+    Out of ordinary memory, CUDA copies more than a little only when all before it is done. Pinned memory is torch's: it
+    hands a piece out again when the copy out of it has been made.
+    """
+    if device.type == "cuda":
+        values = values.pin_memory()
+    return values.to(device, non_blocking=True)

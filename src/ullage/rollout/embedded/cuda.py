@@ -62,17 +62,6 @@ class Capture:
         self.nbytes = 0
 
 
-def put(values: Tensor, device: torch.device) -> Tensor:
-    """To the device, behind what it has yet to do, while the host goes on.
-
-    Out of ordinary memory, CUDA copies more than a little only when all before it is done. Pinned memory is torch's: it
-    hands a piece out again when the copy out of it has been made.
-    """
-    if device.type == "cuda":
-        values = values.pin_memory()
-    return values.to(device, non_blocking=True)
-
-
 class Arriving:
     """A window's tokens and log-probs on their way to the host."""
 

@@ -15,7 +15,8 @@ from torch import Tensor
 from ullage.model.attention import Span
 from ullage.model.head import MIN_ROWS
 from ullage.model.language_model import LanguageModel
-from ullage.rollout.embedded.cuda import Arriving, Readback, put
+from ullage.model.target import put
+from ullage.rollout.embedded.cuda import Arriving, Readback
 from ullage.rollout.embedded.graphs import Graphs, Kind, rung_for
 from ullage.rollout.embedded.layouts import PrefillLayout
 from ullage.rollout.embedded.pages import PAGE_SIZE, Pages

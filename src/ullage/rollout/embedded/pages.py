@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from ullage.model.language_model import LanguageModel
-from ullage.rollout.embedded.cuda import put
+from ullage.model.target import put
 
 PAGE_SIZE = 16
 """Tokens per page."""

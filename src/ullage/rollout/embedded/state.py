@@ -12,7 +12,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from ullage.rollout.embedded.cuda import put
+from ullage.model.target import put
 from ullage.rollout.sampling import Sampling
 
 NOTHING = -1
