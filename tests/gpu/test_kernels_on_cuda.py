@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from ullage.model.kernels import fused, newest, paged, sample
+from ullage.model.kernels import fused, newest, paged, parts, sample
 from ullage.model.kernels.truncate import least_kept
 from ullage.rollout.embedded.bookkeeping import feed_fused, feed_plain, note_fused, note_plain
 from ullage.rollout.embedded.sampler import kept
@@ -192,6 +192,21 @@ def test_sums_norms_and_gates(count, hidden):
     close(fused.gate(x, residual), fused.gate(x.cpu(), residual.cpu()).cuda())
     gated, up = x.chunk(2, dim=1)  # columns of one product
     close(fused.gate(gated, up), fused.gate(gated.cpu(), up.cpu()).cuda())
+
+
+@pytest.mark.parametrize("count", [1, 64, 256])
+@pytest.mark.parametrize(("inner", "outer"), [(4864, 896), (8960, 1536), (18944, 3584)])
+def test_products_in_parts(count, inner, outer):
+    x, weight = random(count, inner), random(outer, inner, seed=1)
+    residual, scale = random(count, outer, seed=2), random(outer, seed=3)
+    found = parts.product_in_parts(x, weight, 4)
+    exact = x.double() @ weight.double().T
+    # Tensor cores cut their sums off instead of rounding them.
+    assert (found.double().sum(0) - exact).abs().max() < 2**-22 * inner
+    total, normed = fused.add_norm(found, residual, scale, 1e-6)
+    want = fused.add_norm(found.sum(0).bfloat16(), residual, scale, 1e-6)
+    close(total, want[0])
+    close(normed, want[1])
 
 
 @pytest.mark.parametrize("count", ROWS)

@@ -5,9 +5,10 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig
 
+from ullage.model import fast_decoder
 from ullage.model.attention import Extras, Span
 from ullage.model.fast_decoder import FastDecoder, siblings, supports
-from ullage.model.kernels import fused
+from ullage.model.kernels import fused, parts
 from ullage.model.lora import Settings, new_adapter
 from ullage.model.random_weights import random_model
 from ullage.model.side_by_side import lay_side_by_side
@@ -161,6 +162,43 @@ def test_adapters_are_applied():
     torch.testing.assert_close(got, want, rtol=0, atol=5e-6)
 
 
+@pytest.mark.parametrize("kind", ["llama", "qwen3"])
+def test_products_in_parts_are_the_same_but_for_their_sums(kind, monkeypatch):
+    model = make(kind)
+    arena, table, ids = prefilled(model, (5, 9))
+    cached = torch.tensor((5, 9))
+    layout = DecodeLayout(arena, table[:, 0] * PAGE + cached, table, cached + 1, CPU)
+    whole = FastDecoder(model).hidden(ids, cached, layout.attend_projected)
+    seen = []
+    monkeypatch.setattr(fast_decoder, "parts_of", lambda x, layer: seen.append(tuple(layer.weight.shape)) or 4)
+    in_parts = FastDecoder(model).hidden(ids, cached, layout.attend_projected)
+    assert seen == [(48, 96), (48, 80)] * 3
+    assert not torch.equal(in_parts, whole)  # sums in another order
+    torch.testing.assert_close(in_parts, whole, rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize(
+    ("rows", "inner", "outer", "want"),
+    [
+        (256, 4864, 896, 4),  # down projections of Qwen2.5: 0.5B
+        (256, 8960, 1536, 4),  # 1.5B
+        (256, 18944, 3584, 2),  # 7B: 56 tiles
+        (128, 18944, 3584, 4),
+        (256, 13824, 5120, 1),  # 14B: 80 tiles
+        (256, 896, 896, 1),  # its stretches would be short
+        (256, 2048, 2048, 2),
+        (4096, 4864, 896, 1),  # a prompt
+        (256, 4872, 896, 1),  # parts would begin anywhere
+    ],
+)
+def test_as_many_parts_as_a_gpu_has_room_for(rows, inner, outer, want):
+    x = torch.empty(rows, inner, device="meta", dtype=torch.bfloat16)  # as a trace of a GPU has it
+    layer = torch.nn.Linear(inner, outer, bias=False, device="meta")
+    assert parts.parts_of(x, layer) == want
+    assert parts.parts_of(x, torch.nn.Linear(inner, outer, device="meta")) == 1
+    assert parts.parts_of(torch.empty(rows, inner), layer) == 1
+
+
 @pytest.mark.parametrize(
     ("kind", "options"),
     [
@@ -203,3 +241,6 @@ def test_shapes_without_bytes():
         assert (made.shape, made.dtype, made.device.type) == ((5, 16), torch.bfloat16, "meta")
     assert fused.gate(x, x).shape == x.shape
     assert fused.gate(x[:, :24], x[:, 24:]).is_contiguous()
+    partial = parts.product_in_parts(x, x, 4)
+    assert (partial.shape, partial.dtype, partial.device.type) == ((4, 5, 5), torch.float32, "meta")
+    assert fused.add_norm(partial, x[:, :5], x[0, :5], 1e-6)[0].dtype == torch.bfloat16

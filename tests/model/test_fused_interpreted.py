@@ -33,6 +33,17 @@ def test_sums_and_their_norms(rows, width):
     torch.testing.assert_close(normed, want_normed, rtol=1e-3, atol=1e-3)
 
 
+def test_parts_are_added_up_on_the_way():
+    from ullage.model.kernels.fused_triton import add_norm_into
+
+    parts, residual, weight = random(4, 3, 96).float(), random(3, 96) * 2, random(96)
+    total, normed = torch.empty_like(residual), torch.empty_like(residual)
+    add_norm_into(total, normed, parts, residual, weight, 1e-6)
+    summed = ((parts[0] + parts[1]) + parts[2]) + parts[3]
+    assert torch.equal(total, summed.half() + residual)
+    torch.testing.assert_close(normed, fused.norm(total, weight, 1e-6), rtol=1e-3, atol=1e-3)
+
+
 def test_norms_alone():
     from ullage.model.kernels.fused_triton import add_norm_into
 

@@ -16,6 +16,7 @@ from transformers import PreTrainedModel
 
 from ullage.model.attention import Extras
 from ullage.model.kernels.fused import Turn, add_norm, gate, norm, rotations
+from ullage.model.kernels.parts import parts_of, product_in_parts
 from ullage.model.side_by_side import joint
 from ullage.model.trunk import Trunk
 
@@ -56,9 +57,9 @@ class FastDecoder:
             if last is not None and following is base.norm:
                 mixed, residual = mixed.index_select(0, last), residual.index_select(0, last)
             after, mlp = layer.post_attention_layernorm, layer.mlp
-            mixed = layer.self_attn.o_proj(mixed)
+            mixed = _product(mixed, layer.self_attn.o_proj)
             residual, normed = add_norm(mixed, residual, after.weight, after.variance_epsilon)
-            out = mlp.down_proj(gate(*_products(normed, (mlp.gate_proj, mlp.up_proj))))
+            out = _product(gate(*_products(normed, (mlp.gate_proj, mlp.up_proj))), mlp.down_proj)
             residual, normed = add_norm(out, residual, following.weight, following.variance_epsilon)
         return normed
 
@@ -90,6 +91,12 @@ def _products(x: Tensor, layers: tuple[Any, ...]) -> Iterable[Tensor]:
         return [layer(x) for layer in layers]
     product = functional.linear(x, *together)
     return torch.split(product, [layer.out_features for layer in layers], dim=1)
+
+
+def _product(x: Tensor, layer: Any) -> Tensor:  # noqa: ANN401 -- any linear layer
+    """[S, D], or in parts that `add_norm` adds up."""
+    parts = parts_of(x, layer)
+    return layer(x) if parts == 1 else product_in_parts(x, layer.weight, parts)
 
 
 def siblings(module: PreTrainedModel) -> Iterator[tuple[Any, ...]]:

@@ -30,21 +30,21 @@ class Turn(NamedTuple):
 
 @operator("ullage::add_norm")
 def add_norm(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    """`x + residual` [S, D], and its root-mean-square norm."""
+    """`x + residual` [S, D], and its root-mean-square norm; `x` may come in parts, [P, S, D] in float32."""
     if x.device.type == "cpu":
-        total = x + residual
+        total = (x if x.dim() == 2 else x.sum(0).to(residual.dtype)) + residual
         return total, norm_plain(total, weight, eps)
     from ullage.model.kernels.fused_triton import add_norm_into  # a trace needs only shapes
 
-    total, normed = torch.empty_like(x), torch.empty_like(x)
+    total, normed = torch.empty_like(residual), torch.empty_like(residual)
     add_norm_into(total, normed, x, residual, weight, eps)
     return total, normed
 
 
 @add_norm.register_fake
 def _(x: Tensor, residual: Tensor, weight: Tensor, eps: float) -> tuple[Tensor, Tensor]:
-    del residual, weight, eps
-    return torch.empty_like(x), torch.empty_like(x)
+    del x, weight, eps
+    return torch.empty_like(residual), torch.empty_like(residual)
 
 
 @operator("ullage::norm")

@@ -14,14 +14,18 @@ FUSION = False
 
 @triton.jit
 def _add_norm(  # noqa: ANN202 -- Triton's own types
-    total, normed, x, residual, weight, eps, width,  # noqa: ANN001
-    block: tl.constexpr, adds: tl.constexpr,
+    total, normed, x, residual, weight, eps, width, part_stride,  # noqa: ANN001
+    block: tl.constexpr, parts: tl.constexpr, adds: tl.constexpr,
 ):  # fmt: skip
     row = tl.program_id(0).to(tl.int64) * width
     place = tl.arange(0, block)
     inside = place < width
     narrow = normed.dtype.element_ty
     wide = tl.load(x + row + place, mask=inside, other=0.0).to(tl.float32)
+    for part in tl.static_range(1, parts):
+        wide += tl.load(x + part * part_stride + row + place, mask=inside, other=0.0)
+    if parts > 1:
+        wide = wide.to(narrow).to(tl.float32)
     if adds:
         wide += tl.load(residual + row + place, mask=inside, other=0.0).to(tl.float32)
         added = wide.to(narrow)
@@ -121,12 +125,13 @@ def _rotations(  # noqa: ANN202
 def add_norm_into(
     total: Tensor | None, normed: Tensor, x: Tensor, residual: Tensor | None, weight: Tensor, eps: float
 ) -> None:
-    """Without a residual, the norm alone."""
-    rows, width = x.shape
+    """Without a residual, the norm alone. Parts of `x` are added up in their order."""
+    rows, width = normed.shape
     block = triton.next_power_of_2(width)
     _add_norm[(rows,)](
-        total, normed, x, residual, weight, eps, width,
-        block=block, adds=residual is not None, num_warps=min(16, max(1, block // 512)),
+        total, normed, x, residual, weight, eps, width, rows * width,
+        block=block, parts=len(x) if x.dim() == 3 else 1, adds=residual is not None,
+        num_warps=min(16, max(1, block // 512)),
     )  # fmt: skip
 
 
