@@ -315,6 +315,25 @@ def test_moments_exist_before_the_first_step():
     assert plain.nbytes() == {"gradients": 30 * 4, "optimizer": 2 * 30 * 4, "master": 0}
 
 
+def test_a_master_is_copied_in_parts_and_whole(monkeypatch):
+    """From a device, a wider copy on the host passes through memory as large as what is copied at once."""
+    monkeypatch.setattr("ullage.engine.optimizer.COPIED", 7)
+    copied = []
+
+    class Copies(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function == torch.ops.aten.copy_.default:
+                copied.append(args[1].numel())
+            return function(*args, **(kwargs or {}))
+
+    parameters = make_parameters(torch.bfloat16)
+    with Copies():
+        optimizer = Optimizer(parameters, Optim(), Levers(state="host"))
+    assert torch.equal(optimizer.master.double(), flat(parameters))
+    assert sum(copied) == 30
+    assert max(copied) == 7
+
+
 def test_bfloat16_gradients_are_clipped_in_float32():
     """3, 4 to a norm of 1: 0.6 and 0.8 are not bfloat16 numbers, and the first moment sees them as they are."""
     parameter = torch.nn.Parameter(torch.zeros(2, dtype=torch.bfloat16))

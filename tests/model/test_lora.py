@@ -2,6 +2,7 @@
 
 import json
 import shutil
+import weakref
 from dataclasses import replace
 
 import pytest
@@ -145,6 +146,27 @@ def test_new_adapters_are_uniform_and_belong_to_seed_and_layer(tiny_model):
     assert 0.99 * bound < down.max() < bound
     assert abs(down.std() / (bound / 3**0.5) - 1) < 0.02
     assert few[name].up.abs().max() == 0
+
+
+def test_host_memory_never_holds_all_of_a_new_adapter(tiny_model):
+    module = load(tiny_model, "float32").module
+    made = new_adapter(module, Settings(rank=4, alpha=8.0), ["all-linear"], seed=3).layers
+    seen = [weakref.ref(part) for pair in made.values() for part in pair]
+    assert [reference() for reference in seen] == [None] * 2 * 14
+    assert all(torch.equal(one, other) for name in made for one, other in zip(made[name], made[name], strict=True))
+
+
+def test_an_adapter_that_is_refused_leaves_the_module_as_it_was(tiny_model):
+    module = load(tiny_model, "float32").module
+    adapters, settings = Adapters(module, wide=False), Settings(rank=4, alpha=8.0)
+    layers = dict(new_adapter(module, settings, ["q_proj"], seed=3).layers)
+    last = "model.layers.1.self_attn.q_proj"
+    layers[last] = Pair(torch.zeros(4, 64), layers[last].up)
+    before = list(module.state_dict())
+    with pytest.raises(ModelError, match=r"takes 64 numbers to 128"):
+        adapters.attach("actor", Adapter(settings, layers), torch.float32)
+    assert list(module.state_dict()) == before
+    assert adapters.settings == {}
 
 
 @pytest.mark.parametrize(

@@ -1,14 +1,12 @@
 """Host memory by what holds it, the pinned and shared part of it, and disk: all by hand."""
 
-import pytest
-
 from ullage.config.load import load_mapping
 from ullage.planner import components as c
 from ullage.planner.components import MIB
 from ullage.planner.model_shape import find_shape
 from ullage.planner.phases import Layout
 from ullage.planner.sharding import Sharding
-from ullage.planner.storage import METRICS, NCCL_SEGMENT, REWARD_WORKER, made_bytes
+from ullage.planner.storage import METRICS, NCCL_SEGMENT, REWARD_WORKER
 
 SHAPE = find_shape("Qwen2.5-0.5B")
 COUNT = 494_032_768
@@ -79,15 +77,3 @@ def test_logs_are_small_beside_checkpoints():
     assert disk["logs_of_1000_steps"] == 1000 * (4 * 1024 * 10 + METRICS)
     assert disk["final"] == 2 * COUNT
     assert disk["logs_of_1000_steps"] < disk["checkpoint"] / 50
-
-
-def test_what_is_made_in_host_memory_was_measured_there():
-    """Beyond the process and its buffers, GiB of host memory in steps on an H200."""
-    gib = 1 << 30
-    for model, settings, adapters, copied in (
-        ("Qwen2.5-1.5B", {"actor_rollout_ref.model.lora_rank": 64}, 0.27, 0),
-        ("Qwen2.5-14B", {"actor_rollout_ref.model.lora_rank": 32}, 0.51, 0),
-        ("Llama-3.2-1B", {"memory.optimizer_state": "streamed"}, 0, 0.49),
-    ):
-        layout = Layout(find_shape(model), load_mapping({"algorithm.name": "grpo"} | settings).config)
-        assert [value / gib for value in made_bytes(layout)] == pytest.approx([adapters, copied], abs=0.006)

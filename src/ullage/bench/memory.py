@@ -19,7 +19,7 @@ from transformers import AutoConfig
 from ullage.base.errors import UsageError
 from ullage.bench.clock import free, synchronize
 from ullage.bench.fit import capped
-from ullage.bench.memory_draws import MODELS, SMALL, Draw, at_most, capped_first, draws, seconds, step_host_bytes
+from ullage.bench.memory_draws import MODELS, SMALL, Draw, capped_first, draws, seconds, step_host_bytes
 from ullage.bench.memory_records import CAP, DRAWN, MEASURED, PREDICTED, Records, provenance
 from ullage.bench.memory_workers import Job, Room, one_by_one, side_by_side
 from ullage.bench.report import GIB
@@ -300,7 +300,7 @@ def predicted(draw: Draw, gpu: GPU, predictor: Predictor) -> dict[str, Any]:
         "closed_form_host_bytes": step_host_bytes(layout),
         "trace": dict(traced.phases),
         "least_bytes": traced.least_bytes,
-        "host_bytes": at_most(layout, traced.host_bytes),
+        "host_bytes": traced.host_bytes,
         "rivals": {name: rule(layout) for name, rule in RIVALS.items()},
         "step_seconds": {name: round(value, 4) for name, value in step_seconds(layout, gpu).items()},
         "seconds": {name: round(value, 4) for name, value in taken.items()},

@@ -20,7 +20,6 @@ from ullage.config.tree import Config
 from ullage.planner.components import CONTEXT
 from ullage.planner.model_shape import Shape
 from ullage.planner.phases import Layout
-from ullage.planner.storage import made_bytes
 
 _LLAMA = {"model_type": "llama", "vocab_size": 128256, "max_position_embeddings": MAX_POSITIONS, "head_dim": 64}
 MODELS: dict[str, dict[str, Any]] = {
@@ -143,13 +142,7 @@ BUFFERS = ("optimizer", "gradients", "activations", "roles")
 def step_host_bytes(layout: Layout) -> int:
     """Host memory of the process in a step: nothing is read from files, written or scored there."""
     held = layout.host()
-    return held["process"] + at_most(layout, sum(held[name] for name in BUFFERS))
-
-
-def at_most(layout: Layout, buffers: int) -> int:
-    """Host memory, beside the process itself, of a step with so many bytes of buffers."""
-    adapters, copied = made_bytes(layout)
-    return max(adapters, buffers + copied)
+    return held["process"] + sum(held[name] for name in BUFFERS)
 
 
 # --- chance ---

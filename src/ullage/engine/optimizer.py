@@ -38,6 +38,8 @@ from ullage.engine.streams import host_buffer
 
 MASTER = "master"
 HALF = (torch.bfloat16, torch.float16)
+COPIED = 1 << 22
+"""Elements that go to a master at once: from a device to wider ones on the host, there is a copy on the way."""
 RULES: dict[str, type[AdamW] | type[AdamW8bit] | type[SGD]] = {"adamw": AdamW, "adamw_8bit": AdamW8bit, "sgd": SGD}
 
 
@@ -240,7 +242,9 @@ class Optimizer:
     def _copy_to_master(self) -> None:
         for p, state in zip(self.parameters, self._state, strict=True):
             if MASTER in state:
-                state[MASTER].view_as(p).copy_(p.detach())
+                parts = zip(state[MASTER].split(COPIED), p.detach().view(-1).split(COPIED), strict=True)
+                for master, weights in parts:
+                    master.copy_(weights)
 
     def _make_placement(self, piece: int) -> OnDevice | OnHost:
         device, on_host = self.parameters[0].device, self._collected.on_host

@@ -81,18 +81,19 @@ class Adapters:
         """Add an adapter and select it."""
         assert name not in self.settings, "each role attaches its own, once"
         layers = linear_layers(self.module)
-        for layer, pair in adapter.layers.items():
-            plain = layers.get(layer)
-            if plain is None:
+        for layer in adapter.layers:
+            if layer not in layers:
                 raise ModelError(
                     f"the adapter changes {layer}, which is no linear layer below the head of this model",
                     "use the model it was made for, and an adapter of its linear layers only",
                 )
-            _check_shapes(layer, plain, pair)
+        # All that stays is made before what passes through host memory: small objects between would hold on to that.
+        made = {layer: LowRank(layers[layer], adapter.settings, layer, dtype) for layer in adapter.layers}
         for layer, pair in adapter.layers.items():
-            plain = layers[layer]
-            scale = adapter.settings.scale_of(layer)
-            self._adapted(layer, plain).adapters[name] = LowRank(pair, scale, plain.weight.device, dtype)
+            _check_shapes(layer, layers[layer], pair)
+            made[layer].fill(pair)
+        for layer, low in made.items():
+            self._adapted(layer, layers[layer]).adapters[name] = low
         self.settings[name] = adapter.settings
         self.select(name)
 
@@ -179,10 +180,17 @@ class AdaptedLinear(nn.Linear):
 class LowRank(nn.Module):
     """One layer's part of one adapter."""
 
-    def __init__(self, pair: Pair, scale: float, device: torch.device, dtype: torch.dtype) -> None:
+    def __init__(self, plain: nn.Linear, settings: Settings, layer: str, dtype: torch.dtype) -> None:
         super().__init__()
-        self.down, self.up = (nn.Parameter(part.to(device, dtype, copy=True).contiguous()) for part in pair)
-        self.scale = scale
+        rank, device = settings.rank_of(layer), plain.weight.device
+        self.down = nn.Parameter(torch.empty(rank, plain.in_features, dtype=dtype, device=device))
+        self.up = nn.Parameter(torch.empty(plain.out_features, rank, dtype=dtype, device=device))
+        self.scale = settings.scale_of(layer)
+
+    @torch.no_grad()
+    def fill(self, pair: Pair) -> None:
+        self.down.copy_(pair.down)
+        self.up.copy_(pair.up)
 
     def product(self) -> Tensor:
         """[out, in] the change of the weight, in float64."""
@@ -219,13 +227,30 @@ def linear_layers(module: PreTrainedModel) -> dict[str, nn.Linear]:
 def new_adapter(module: PreTrainedModel, settings: Settings, targets: Sequence[str], seed: int) -> Adapter:
     """An adapter that changes nothing yet, as PEFT begins: `up` is zero, `down` uniform as in a new linear layer."""
     layers = linear_layers(module)
-    made = {}
-    for name in chosen_layers(layers, targets, type(module).__name__):
-        generator = torch.Generator().manual_seed(derive(seed, name))
-        down = torch.empty(settings.rank, layers[name].in_features)
+    chosen = chosen_layers(layers, targets, type(module).__name__)
+    return Adapter(settings, _NewLayers({name: layers[name] for name in chosen}, settings, seed))
+
+
+class _NewLayers(Mapping[str, Pair]):
+    """Pairs that are made when they are asked for, the same each time: host memory never holds all of them."""
+
+    def __init__(self, layers: Mapping[str, nn.Linear], settings: Settings, seed: int) -> None:
+        self._layers = layers
+        self._settings = settings
+        self._seed = seed
+
+    def __getitem__(self, layer: str) -> Pair:
+        plain, rank = self._layers[layer], self._settings.rank_of(layer)
+        down = torch.empty(rank, plain.in_features)
+        generator = torch.Generator().manual_seed(derive(self._seed, layer))
         nn.init.kaiming_uniform_(down, a=math.sqrt(5), generator=generator)
-        made[name] = Pair(down, torch.zeros(layers[name].out_features, settings.rank))
-    return Adapter(settings, made)
+        return Pair(down, torch.zeros(plain.out_features, rank))
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self._layers)
+
+    def __len__(self) -> int:
+        return len(self._layers)
 
 
 def chosen_layers(layers: Mapping[str, object], targets: Sequence[str], kind: str) -> list[str]:

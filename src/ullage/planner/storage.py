@@ -56,15 +56,6 @@ def host_bytes(layout: Layout) -> dict[str, int]:
     return found
 
 
-def made_bytes(layout: Layout) -> tuple[int, int]:
-    """Host memory that is needed for a moment: new adapters in float32, before anything else is there, and, beside what
-    is held, the largest weight on its way to a master."""
-    chosen, trained = layout.chosen, layout.roles.trained
-    adapters = max((4 * role.parameters for role in trained if role.rank), default=0)
-    goes = layout.has_master and chosen.optimizer_state != "device"
-    return adapters, max(layout.width * role.largest for role in trained) if goes else 0
-
-
 def pinned_bytes(layout: Layout) -> dict[str, int]:
     """The part of host memory that cannot be swapped out (engine/streams.py); state stepped by the CPU is not."""
     held = host_bytes(layout)

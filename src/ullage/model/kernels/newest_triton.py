@@ -1,7 +1,7 @@
 """The kernel of `kernels/newest.py`: one program for a segment of a sequence's context and one key-value head.
 
 Each rotates the queries of its heads for itself. The one whose segment the newest token ends also rotates its key,
-stores it with its value, and begins its sums with them instead of reading them back. Numbers are rounded where
+stores it with its value, and ends its sums with them instead of reading them back. Numbers are rounded where
 `rotate_and_store` rounds them.
 """
 
@@ -31,16 +31,22 @@ NARROW_STAGES = 5
 
 @triton.jit
 def _turned(  # noqa: ANN202 -- Triton's own types
-    source, weight, eps, cos, sin, column, inside,  # noqa: ANN001
-    size: tl.constexpr, has_norm: tl.constexpr,
-):  # fmt: skip
-    """Heads [rows, columns] at `source` after their norm and their rotation, in their own precision."""
+    x,
+    y,
+    weight,
+    eps,
+    cos,
+    sin,
+    column,
+    size: tl.constexpr,
+    has_norm: tl.constexpr,  # noqa: ANN001
+):
+    """Heads [rows, columns] after their norm and their rotation, in their own precision; `y` is their other halves."""
     half: tl.constexpr = size // 2
-    other = tl.where(column < half, column + half, column - half)  # the other half of a head, of which
-    sign = tl.where(column < half, -1.0, 1.0)  # the second is subtracted
-    narrow = source.dtype.element_ty
-    x = tl.load(source + column, mask=inside, other=0.0).to(tl.float32)
-    y = tl.load(source + other, mask=inside, other=0.0).to(tl.float32)
+    other = tl.where(column < half, column + half, column - half)
+    sign = tl.where(column < half, -1.0, 1.0)  # the second half is subtracted
+    narrow = x.dtype
+    x, y = x.to(tl.float32), y.to(tl.float32)
     if has_norm:
         scale = tl.rsqrt(tl.sum(x * x, 1) / size + eps)[:, None]
         x_weight = tl.load(weight + column, mask=column < size, other=0.0).to(tl.float32)
@@ -48,6 +54,16 @@ def _turned(  # noqa: ANN202 -- Triton's own types
         x = (x_weight * (x * scale).to(narrow).to(tl.float32)).to(narrow).to(tl.float32)
         y = (y_weight * (y * scale).to(narrow).to(tl.float32)).to(narrow).to(tl.float32)
     return ((x * cos).to(narrow).to(tl.float32) + (sign * y * sin).to(narrow).to(tl.float32)).to(narrow)
+
+
+@triton.jit
+def _with_one_more(q, k, v, here, m, s, acc, scaling):  # noqa: ANN001, ANN202
+    """Largest score, sum and weighted values after one more token, if it is here."""
+    score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * (scaling * LOG2_E)
+    new = tl.where(here, tl.maximum(m, score), m)
+    base = tl.where(new == -float("inf"), 0.0, new)  # a row that has seen nothing
+    shrink, p = tl.exp2(m - base), tl.where(here, tl.exp2(score - base), 0.0)
+    return new, s * shrink + p, acc * shrink[:, None] + p[:, None] * v.to(tl.float32)
 
 
 @triton.jit
@@ -69,23 +85,24 @@ def _newest(  # noqa: ANN202
         row, column = tl.arange(0, rows), tl.arange(0, columns)[None, :]
         real, head, wide = row < group, kv_head * group + row, column < size
         inside = real[:, None] & wide
+        other = tl.where(column < size // 2, column + size // 2, column - size // 2)
         cos = tl.load(cosines + sequence * size + column, mask=wide, other=0.0).to(tl.float32)
         sin = tl.load(sines + sequence * size + column, mask=wide, other=0.0).to(tl.float32)
         source = query + sequence * query_stride + head[:, None] * size
-        q = _turned(source, query_norm, eps, cos, sin, column, inside, size, has_norm)
-        # The newest token, if it is in this segment.
+        x = tl.load(source + column, mask=inside, other=0.0)
+        y = tl.load(source + other, mask=inside, other=0.0)
+        # The newest token, if it is in this segment: on its way while older ones are read.
         here = (end == length) & (length > 0)
         new = tl.where(here, column, size) < size
-        source = key + sequence * key_stride + kv_head * size + tl.zeros([1, 1], tl.int32)
-        k = _turned(source, key_norm, eps, cos, sin, column, new, size, has_norm)
+        row_of_keys = key + sequence * key_stride + kv_head * size
+        key_x = tl.load(row_of_keys + column, mask=new, other=0.0)
+        key_y = tl.load(row_of_keys + other, mask=new, other=0.0)
         v = tl.load(value + sequence * value_stride + kv_head * size + column, mask=new, other=0.0)
-        slot = (tl.load(places + sequence).to(tl.int64) * kv_heads + kv_head) * size + column
-        tl.store(keys + slot, k, mask=new)
-        tl.store(values + slot, v, mask=new)
-        score = tl.sum(q.to(tl.float32) * k.to(tl.float32), 1) * (scaling * LOG2_E)
-        m = tl.where(here, score, -float("inf"))
-        s = tl.where(here, tl.full([rows], 1.0, tl.float32), 0.0)
-        acc = tl.zeros([rows, columns], tl.float32) + v.to(tl.float32)
+        place = tl.load(places + sequence).to(tl.int64)
+        q = _turned(x, y, query_norm, eps, cos, sin, column, size, has_norm)
+        m = tl.full([rows], -float("inf"), tl.float32)
+        s = tl.zeros([rows], tl.float32)
+        acc = tl.zeros([rows, columns], tl.float32)
         before = tl.minimum(end, length - 1)
         for start in range(begin, before, at_a_time):
             position = start + tl.arange(0, at_a_time)
@@ -94,6 +111,11 @@ def _newest(  # noqa: ANN202
                 q, keys, values, page_table + sequence * table_stride, position, before, seen, kv_head,
                 m, s, acc, scaling, 1.0, kv_heads, size, columns, page, False,
             )  # fmt: skip
+        k = _turned(key_x, key_y, key_norm, eps, cos, sin, column, size, has_norm)
+        slot = (place * kv_heads + kv_head) * size + column
+        tl.store(keys + slot, k, mask=new)
+        tl.store(values + slot, v, mask=new)
+        m, s, acc = _with_one_more(q, k, v, here, m, s, acc, scaling)
         spot = (sequence * kv_heads * group + head) * segments + segment
         _leave(
             m, s, acc, out, partial, largest, total, out, spot, head, real, inside, column, size, False, at_once
