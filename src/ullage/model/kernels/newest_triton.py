@@ -31,16 +31,9 @@ NARROW_STAGES = 5
 
 @triton.jit
 def _turned(  # noqa: ANN202 -- Triton's own types
-    x,
-    y,
-    weight,
-    eps,
-    cos,
-    sin,
-    column,
-    size: tl.constexpr,
-    has_norm: tl.constexpr,  # noqa: ANN001
-):
+    x, y, weight, eps, cos, sin, column,  # noqa: ANN001
+    size: tl.constexpr, has_norm: tl.constexpr,
+):  # fmt: skip
     """Heads [rows, columns] after their norm and their rotation, in their own precision; `y` is their other halves."""
     half: tl.constexpr = size // 2
     other = tl.where(column < half, column + half, column - half)
