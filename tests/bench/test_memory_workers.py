@@ -1,6 +1,8 @@
 """Work in several processes: as much at once as memory allows, all of it done, failures told."""
 
 import os
+import sys
+from concurrent.futures import BrokenExecutor
 from functools import partial
 
 from ullage.bench.memory_workers import Job, Room, one_by_one, side_by_side
@@ -33,6 +35,21 @@ def test_fresh_processes_do_one_job_each():
     jobs = [job(number, work=os.getpid) for number in range(3)]
     found = {outcome for _, outcome in side_by_side(jobs, 1, ROOM, lambda: 10.0, fresh=True)}
     assert len(found) == 3
+
+
+def test_fresh_processes_have_loaded_before_they_work():
+    jobs = [job(number, work=sys.getrecursionlimit) for number in range(3)]
+    loads = partial(sys.setrecursionlimit, 4321)
+    for fresh in (True, False):
+        found = [outcome for _, outcome in side_by_side(jobs, 2, ROOM, lambda: 10.0, fresh=fresh, load=loads)]
+        assert found == [4321] * 3
+
+
+def test_a_process_that_is_killed_takes_nothing_else_with_it():
+    jobs = [job(0), job(1, work=partial(os._exit, 9)), job(2), job(3)]
+    found = {done.number: outcome for done, outcome in side_by_side(jobs, 1, ROOM, lambda: 10.0)}
+    assert isinstance(found.pop(1), BrokenExecutor)
+    assert found == {number: {"number": number} for number in (0, 2, 3)}
 
 
 def test_what_there_is_no_time_for_is_left_out():

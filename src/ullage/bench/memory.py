@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -115,6 +116,11 @@ def rehearse(draw: Draw, target: Target, phases: Phases) -> None:
     ).step()
 
 
+def load() -> None:
+    """What `rehearse` needs, in a process that is to do it."""
+    importlib.import_module("ullage.run.rehearsal")
+
+
 def gpu_of(target: Target, name: str | None) -> GPU:
     """The GPU that is predicted for: the one that is here, or the one that is named."""
     if name is not None:
@@ -207,7 +213,7 @@ class Bench:
             fresh = any(
                 job.factor is None for job in jobs
             )  # host memory is that of a process that has run nothing else
-            outcomes = side_by_side(jobs, self.workers, room, self.seconds_left, fresh=fresh)
+            outcomes = side_by_side(jobs, self.workers, room, self.seconds_left, fresh=fresh, load=load)
         else:
             outcomes = one_by_one(jobs, self.seconds_left)
         done = 0

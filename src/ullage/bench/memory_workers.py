@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any
 
 Row = dict[str, Any]
+SPARE = 3
+"""Processes that load while others work."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -57,25 +60,51 @@ def one_by_one(jobs: Sequence[Job], seconds_left: Callable[[], float]) -> Iterat
 
 
 def side_by_side(
-    jobs: Sequence[Job], workers: int, room: Room, seconds_left: Callable[[], float], *, fresh: bool = False
+    jobs: Sequence[Job],
+    workers: int,
+    room: Room,
+    seconds_left: Callable[[], float],
+    *,
+    fresh: bool = False,
+    load: Callable[[], object] = dict,
 ) -> Iterator[Outcome]:
     """Those that there is time for, the largest first; the order of outcomes is by chance.
 
-    `fresh`: each in a process that has done nothing before.
+    `fresh`: each in a process that has done nothing before, but `load` what the work needs: that takes as long as the
+    work, and memory does not wait for it.
     """
     waiting = sorted(jobs, key=lambda job: job.device_bytes, reverse=True)
-    running: dict[Future[Row], Job] = {}
-    # A process that has seen CUDA cannot be forked.
-    spawn, once = get_context("spawn"), 1 if fresh else None
-    with ProcessPoolExecutor(workers, mp_context=spawn, max_tasks_per_child=once) as pool:
+    running: dict[Future[Row], tuple[Job, ProcessPoolExecutor]] = {}
+    ready = deque(_process(load) for _ in range(min(len(jobs), workers + SPARE if fresh else workers)))
+    try:
         while waiting or running:
+            together = [job for job, _ in running.values()]
             for job in list(waiting):
-                if len(running) < workers and room.has(job, list(running.values())) and seconds_left() >= job.seconds:
-                    running[pool.submit(job.work)] = job
+                if len(running) < workers and room.has(job, together) and seconds_left() >= job.seconds:
+                    process = ready.popleft()
+                    running[process.submit(job.work)] = job, process
+                    together.append(job)
                     waiting.remove(job)
             if not running:
                 return
             for future in wait(running, return_when=FIRST_COMPLETED).done:
+                job, process = running.pop(future)
                 error = future.exception()
                 assert error is None or isinstance(error, Exception), "a worker is not interrupted"
-                yield running.pop(future), error or future.result()
+                if not fresh and not isinstance(error, BrokenExecutor):
+                    ready.append(process)
+                else:
+                    process.shutdown()
+                    if len(ready) < len(waiting):
+                        ready.append(_process(load))
+                yield job, error or future.result()
+    finally:
+        for process in [*ready, *(process for _, process in running.values())]:
+            process.shutdown(wait=False, cancel_futures=True)
+
+
+def _process(load: Callable[[], object]) -> ProcessPoolExecutor:
+    """One that is already loading. A process that has seen CUDA cannot be forked."""
+    process = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    process.submit(load)
+    return process

@@ -85,7 +85,7 @@ WORKLOADS: dict[str, Callable[[], list[Workload]]] = {
 
 
 def measured(
-    work: Workload, target: Target, say: Callable[[str], None], *, rounds: int = 2, ceiling: Ceiling = H200
+    work: Workload, target: Target, say: Callable[[str], None], *, rounds: int = 1, ceiling: Ceiling = H200
 ) -> Iterator[dict[str, Any]]:
     """Rows of one workload: ours, and the peer where there is one; each the median of its rounds."""
     free(target)

@@ -98,7 +98,7 @@ def _rollout(arguments: argparse.Namespace) -> int:
         for work in rollout.WORKLOADS[part]():
             if arguments.shapes is None or work.shape in arguments.shapes:
                 # A peer's call takes many seconds; its third is the one to beat.
-                yield from rollout.measured(work, target, say, rounds=2 if work.samples > 1 and not small else 1)
+                yield from rollout.measured(work, target, say)
 
     command = "ullage bench rollout --only " + " ".join(wanted)
     out = arguments.out or RESULTS / f"rollout_{target.kind}.json"
