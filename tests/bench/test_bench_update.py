@@ -68,4 +68,6 @@ def test_a_budget_alone_gives_a_step_that_runs():
     (row,) = budgets(find_target("cpu", 0), ["tiny"])
     assert row["fits"] is True
     assert set(row["chosen"]) == set(PATHS)
-    assert set(row["planned_gib"]) == set(row["peak_gib"]) == {"load", "rollout", "logprob", "update"}
+    # A plan has room for log-probs of the old policy, for which this step has no use.
+    assert set(row["planned_gib"]) == {"load", "rollout", "logprob", "update"}
+    assert set(row["peak_gib"]) == {"load", "rollout", "update"}

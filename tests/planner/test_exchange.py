@@ -11,6 +11,7 @@ from ullage.planner.seconds import step_seconds, step_work
 from ullage.planner.sharding import Sharding
 
 GRPO = load_mapping({"algorithm.name": "grpo"}).config
+EVALUATED = load_mapping({"algorithm.name": "grpo", "algorithm.rollout_correction.rollout_is": "token"}).config
 SEVEN = find_shape("Qwen2.5-7B")
 P = SEVEN.parameters
 H200 = find_gpu("h200")
@@ -62,9 +63,9 @@ def test_an_update_sends_sums_forward_backward_and_again():
 
 
 def test_work_is_divided_by_what_divides_it():
-    whole = step_work(layout_of(Sharding()))
-    samples, width, sequence = (
-        step_work(layout_of(sharding)) for sharding in (Sharding(data=4), Sharding(tensor=4), Sharding(sequence=4))
+    whole, samples, width, sequence = (
+        step_work(layout_of(sharding, config=EVALUATED))
+        for sharding in (Sharding(), Sharding(data=4), Sharding(tensor=4), Sharding(sequence=4))
     )
     for name in ("logprob", "update"):
         assert samples[name].flops == pytest.approx(whole[name].flops / 4, rel=1e-3)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import json
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from tempfile import TemporaryDirectory
 from typing import Any
@@ -41,16 +41,16 @@ def budgets(target: Target, shapes: Sequence[str] = SHAPES) -> Iterator[dict[str
     for shape in shapes:
         free(target)
         with TemporaryDirectory() as folder:
-            made = planned(shape, target, folder)
+            given = {"algorithm.name": "grpo", "memory.budget": BUDGET} | (SMALL if target.kind == "cpu" else {})
+            made = planned(shape, target, folder, given)
             yield {"shape": shape, "budget": BUDGET} | _run(made, shape, target)
 
 
-def planned(shape: str, target: Target, folder: str) -> TracedPlan:
-    """The plan of a model whose folder is to be this one. A CPU plans for an H200."""
+def planned(shape: str, target: Target, folder: str, given: Mapping[str, Any]) -> TracedPlan:
+    """The plan of a config for a model whose folder is to be this one. A CPU plans for an H200."""
     fields = shape_config(shape).to_dict()
     Path(folder, "config.json").write_text(json.dumps(fields), encoding="utf-8")
-    given = {"algorithm.name": "grpo", "memory.budget": BUDGET, "actor_rollout_ref.model.path": folder}
-    config = load_mapping(given | (SMALL if target.kind == "cpu" else {})).config
+    config = load_mapping({**given, "actor_rollout_ref.model.path": folder}).config
     known = Shape.from_config(fields, shape)
     if target.kind == "cuda":
         return traced_plan(known, config, find_machine(target, config, 1).machine, target, {})
@@ -64,7 +64,7 @@ def _run(made: TracedPlan, shape: str, target: Target) -> dict[str, Any]:
     began = time.perf_counter()
     with capped(limit / GIB, target):
         try:
-            Rehearsal(chosen, shape_config(shape), target, phases).step()
+            Rehearsal(chosen, shape_config(shape), target, phases, every_phase=False).step()
         except torch.OutOfMemoryError as error:
             why = str(error).splitlines()[0]
     return {

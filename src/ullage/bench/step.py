@@ -1,4 +1,7 @@
-"""Whole GRPO steps beside TRL's: the same model, prompts, lengths and recipe, seconds and peak of each."""
+"""Whole GRPO steps beside TRL's: the same model, prompts, lengths and recipe, seconds and peak of each.
+
+Ours gets TRL's peak as its budget; how it uses that, the planner chooses.
+"""
 
 from __future__ import annotations
 
@@ -15,14 +18,16 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
+from ullage.bench.budget import planned
 from ullage.bench.clock import free, synchronize
 from ullage.bench.fit import Phases
 from ullage.bench.report import GIB
 from ullage.bench.shapes import shape_config
-from ullage.config.load import load_mapping
-from ullage.config.settle import plainly
+from ullage.config.settle import PATHS, value_of
+from ullage.config.tree import Config
 from ullage.model.random_weights import random_module
 from ullage.model.target import Target
+from ullage.planner.components import CONTEXT
 from ullage.run.rehearsal import Rehearsal
 
 OUR_WARM_STEPS = 1
@@ -38,7 +43,7 @@ class Race:
 
     shape: str
     micro_batch: int
-    """Sequences of TRL's, as large as its memory at this size is known to allow; ours gets as many tokens."""
+    """Sequences of TRL's, as large as its memory at this size is known to allow."""
     warm: int = 2
     """Steps of TRL before the one that is measured: transformers' third call is faster than its second."""
     prompts: int = 32
@@ -71,10 +76,7 @@ def step(race: Race, target: Target, say: Callable[[str], None] = lambda line: N
             theirs = _row(race, recipe, "trl", *trl_steps(race, target, wide=recipe == "float32 master"))
             yield theirs
         free(target)
-        row = _row(race, recipe, "ullage", *our_steps(race, target, keys))
-        if theirs is not None:
-            row["ratio"] = round(theirs["step_s"] / row["step_s"], 2)
-        yield row
+        yield our_row(race, recipe, target, keys, theirs)
         free(target)
 
 
@@ -90,21 +92,35 @@ def _row(race: Race, recipe: str, name: str, seconds: list[float], peak: int) ->
     }
 
 
-def our_steps(race: Race, target: Target, keys: Mapping[str, Any]) -> tuple[list[float], int]:
-    """Seconds of every step, and the peak."""
+def our_row(
+    race: Race, recipe: str, target: Target, keys: Mapping[str, Any], theirs: Mapping[str, Any] | None
+) -> dict[str, Any]:
+    """Ours, with no more memory than theirs."""
     given = {
         "algorithm.name": "grpo",
         "data.train_batch_size": race.prompts,
         "data.max_prompt_length": race.prompt,
         "data.max_response_length": race.response,
         "actor_rollout_ref.rollout.n": race.samples,
-        "actor_rollout_ref.rollout.max_num_seqs": race.prompts * race.samples,
-        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": race.micro_batch * (race.prompt + race.response),
-        "memory.recompute": "full",
+        **keys,
     }
-    config = plainly(load_mapping({**given, **keys}).config, "cuda")
+    if theirs is not None and target.kind == "cuda":
+        given["memory.budget"] = f"{int(1024 * theirs['peak_gib']) + (CONTEXT >> 20)}MiB"
+    with tempfile.TemporaryDirectory() as folder:
+        made = planned(race.shape, target, folder, given).plan
+    seconds, peak = our_steps(race, target, made.config)
+    row = _row(race, recipe, "ullage", seconds, peak)
+    row["planned_step_s"] = round(made.step_seconds, 3)
+    row["chosen"] = {name: value_of(made.config, path) for name, path in PATHS.items()}
+    if theirs is not None:
+        row["ratio"] = round(theirs["step_s"] / row["step_s"], 2)
+    return row
+
+
+def our_steps(race: Race, target: Target, config: Config) -> tuple[list[float], int]:
+    """Seconds of every step, and the peak."""
     phases = Phases(target)
-    run = Rehearsal(config, shape_config(race.shape), target, phases)
+    run = Rehearsal(config, shape_config(race.shape), target, phases, every_phase=False)
     seconds = []
     for number in range(1, OUR_WARM_STEPS + 2):
         began = time.perf_counter()

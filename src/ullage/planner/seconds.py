@@ -1,7 +1,7 @@
 """Seconds of every phase of a step, by closed form: FLOPs over tensor cores, bytes over memory and over PCIe.
 
 What a layout has to do (`Work`) knows nothing of the GPU, so that one layout is timed on many. The constants are from
-benchmarks/results/update_h200_*.json, each with the file that it is fitted to; other GPUs are taken to reach the same
+benchmarks/results/*_h200_*.json, each with the file that it is fitted to; other GPUs are taken to reach the same
 shares of what they are sold as. All of a step runs at full length, as the memory of it is planned.
 """
 
@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ullage.config.tree import Config
 from ullage.planner import components as c
 from ullage.planner import exchange
 from ullage.planner.components import Pass
@@ -27,9 +28,11 @@ COMPILED_TRAFFIC, COMPILED_FORWARD_TRAFFIC = 14.2, 4.7
 """The same with compiled blocks, for each of the fewer bytes that they save (speed, activations)."""
 LOGIT_TRAFFIC, LOGIT_FORWARD_TRAFFIC = 7.5, 2.5
 """The same for each byte of float32 logits (head)."""
-DECODE_LAYER = 50e-6
-"""Seconds of a layer in one step of a captured graph beside its bytes and products: a dozen kernels, one after another
-(256 slots on an H200: steps of 0.5B at 256 tokens and of a Qwen3-8B at 192 take 1.84 and 10.1 ms)."""
+DECODE_LAYER = 28e-6
+"""Seconds of a layer in one step of a captured graph beside its bytes and products: eight kernels, one after another
+(batch)."""
+DECODE_MATMUL_SHARE = 0.56
+"""Of the specified TFLOP/s, in products of as few rows as there are slots (batch, groups)."""
 DECODE_NORMS, DECODE_ADAPTERS = 1.2, 1.35
 """Times as long with norms of queries and keys, and with adapters: as before there were graphs."""
 LAUNCH = 1.33e-3
@@ -38,7 +41,7 @@ SELECTIVE_LAUNCHES = 3.42
 """Times as many where the host decides for every operator whether its result is kept (levers: recompute matmuls,
 between two runs)."""
 DECODE_SHARE = 0.8
-"""Of the specified bandwidth, while decoding (the same two)."""
+"""Of the specified bandwidth, while decoding (batch, groups)."""
 PCIE_ONE_WAY, PCIE_BOTH, PCIE_BESIDE = 0.86, 0.74, 0.78
 """Of one direction's specified rate: alone (activations: sync), with the other direction busy too (speed, levers,
 state_again: streamed), and beside computation (activations: async)."""
@@ -57,8 +60,9 @@ FORMULAS = (
     f"{LAUNCH * 1e3:g} ms for each layer and direction",
     "FLOPs = 2 for each parameter and token, and causal attention; twice that backward (adapters: once); "
     "once more for layers that are recomputed",
-    f"rollout = rounds x response x (layers x {DECODE_LAYER * 1e6:g} us + (slots x KV + logits) / "
-    f"({DECODE_SHARE:g} bandwidth) + the longer of weights / ({DECODE_SHARE:g} bandwidth) and FLOPs)",
+    f"rollout = rounds x response x (layers x {DECODE_LAYER * 1e6:g} us + (KV of responses, of each prompt once, and "
+    f"logits) / ({DECODE_SHARE:g} bandwidth) + the longer of weights / ({DECODE_SHARE:g} bandwidth) and FLOPs / "
+    f"({DECODE_MATMUL_SHARE:g} TFLOP/s))",
     f"optimizer = the longer of its bytes / bandwidth and {STEP_BASE:g} s of launches, with its state / "
     f"({PCIE_BOTH:g} PCIe) where that rests on the host",
     "copies beside computation cost what they take longer than it",
@@ -128,7 +132,7 @@ class Decoding:
     """Of one step, as in `Passes`."""
 
     def seconds(self, gpu: GPU) -> float:
-        bandwidth, rate = DECODE_SHARE * gpu.bandwidth * 1e9, MATMUL_SHARE * gpu.tflops_bf16 * 1e12
+        bandwidth, rate = DECODE_SHARE * gpu.bandwidth * 1e9, DECODE_MATMUL_SHARE * gpu.tflops_bf16 * 1e12
         products = max(self.weight_bytes / bandwidth, self.flops / rate)
         computed = self.layers * DECODE_LAYER + self.read_bytes / bandwidth + products
         step = max(computed, self.gathered / _link(gpu))
@@ -184,20 +188,21 @@ def sampling_work(layout: Layout) -> dict[str, Work]:
     """The rollout: of the open keys, slots matter."""
     if layout.supervised:
         return {}
-    shape, data = layout.actor.shape, layout.config.data
+    shape, data, rollout = layout.actor.shape, layout.config.data, layout.config.actor_rollout_ref.rollout
     prompts, samples = _share(layout)
-    slots, arena = layout.slots, layout.config.actor_rollout_ref.rollout.kv_cache_tokens
-    if arena != "auto":  # a cache that is too small for all slots keeps some of them waiting
-        slots = max(1, min(slots, arena // layout.longest))
+    slots = layout.slots
+    if rollout.kv_cache_tokens != "auto":  # a cache that is too small for all slots keeps some of them waiting
+        slots = max(1, min(slots, rollout.kv_cache_tokens // layout.longest))
     passes = -(-prompts * data.max_prompt_length // layout.rollout.prefill.tokens)
     kinds = (DECODE_NORMS if shape.qk_norm else 1.0) * (DECODE_ADAPTERS if layout.actor.rank else 1.0)
-    middle = data.max_prompt_length + data.max_response_length // 2
+    together = 1 if rollout.deterministic else min(rollout.n, slots)  # samples that read their prompt once for all
+    read = data.max_prompt_length / together + data.max_response_length / 2
     decoding = Decoding(
         prefill=_forward(layout, shape, _batch(layout, prompts, 0, passes, split=1), head=False),
         steps=-(-samples // slots) * data.max_response_length,
         layers=shape.layers * kinds,
         weight_bytes=_weight_bytes(layout, shape),
-        read_bytes=slots * (middle * shape.kv_bytes_per_token * layout.width / 2 + 8 * shape.vocabulary),
+        read_bytes=slots * (read * shape.kv_bytes_per_token * layout.width / 2 + 8 * shape.vocabulary),
         flops=slots * 2 * shape.active_parameters,
         gathered=exchange.others(layout.sharding.shards) * layout.roles.actor_weights().bytes,
         exchanged=exchange.of_matrices(layout, shape, slots),
@@ -212,13 +217,23 @@ def forward_work(layout: Layout) -> dict[str, Work]:
     found: dict[str, Work] = {}
     if layout.reward_model is not None:
         found["reward_model"] = _forward(layout, layout.reward_model, batch, head=False)
-    if not layout.supervised:
+    if not layout.supervised and evaluates_old_policy(layout.config):
         found["logprob"] = _forward(layout, layout.actor.shape, batch, head=True)
     if layout.reference:
         found["reference"] = _forward(layout, layout.actor.shape, batch, head=True)
     if layout.critic is not None:
         found["values"] = _forward(layout, layout.critic.shape, batch, head=False)
     return found
+
+
+def evaluates_old_policy(config: Config) -> bool:
+    """Whether steps compute log-probs before they update (trainer/loop.py): one update with samples of an engine that
+    reads the trainer's weights is its own old policy."""
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    prompts = config.data.train_batch_size
+    off_policy = actor.ppo_epochs > 1 or (actor.ppo_mini_batch_size or prompts) < prompts
+    compares = bool(correction.rollout_rs) or correction.rollout_is not in ("auto", None)
+    return not correction.bypass_mode and (off_policy or compares or config.algorithm.use_kl_in_reward)
 
 
 def update_work(layout: Layout) -> dict[str, Work]:

@@ -36,6 +36,8 @@ from ullage.run.roles import fresh_adapter, make_actor, make_critic, make_refere
 from ullage.run.supply import make_engine
 from ullage.telemetry.tally import Tally
 from ullage.trainer.collect import to_rollouts
+from ullage.trainer.correct import Corrector
+from ullage.trainer.loop import needs_old_logprobs
 from ullage.trainer.schedule import Schedule
 from ullage.workers.passes import Phase
 
@@ -65,6 +67,7 @@ class Rehearsal:
         mix: what is learned from. `drawn`: the sequences of the rollout, all as long as they may be; `fullest`: the
             fullest micro-batches that the token limits allow, which a mix of lengths may come to.
         stop_ids: tokens that end a completion; by default all are as long as they may be.
+        every_phase: evaluate the old policy even where a run's steps have no use for it.
         capture: in place of a device that is only traced.
     """
 
@@ -82,6 +85,7 @@ class Rehearsal:
         samples: bool = True,
         mix: Mix = "drawn",
         stop_ids: frozenset[int] | None = None,
+        every_phase: bool = True,
         replays: Replays | None = None,
         capture: Capturing | None = None,
     ) -> None:
@@ -102,6 +106,9 @@ class Rehearsal:
             make_reference(config, self.actor, phase, replays, load=self._reference_model) if wanted else None
         )
         self.schedule = Schedule(config, self.algorithm.aggregation, Solo())
+        corrector = Corrector(config.algorithm.rollout_correction, Solo(), exact_engine=Engine.reads_trainer_weights)
+        needed = every_phase or needs_old_logprobs(self.algorithm, self.schedule, corrector)
+        self._evaluates = needed and not self._supervised
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -126,7 +133,7 @@ class Rehearsal:
         )
         plan = self.schedule.plan(experience, step)
         experience = experience.evaluated(
-            old_logprobs=None if self._supervised else self.actor.logprobs(experience, plan),
+            old_logprobs=self.actor.logprobs(experience, plan) if self._evaluates else None,
             ref_logprobs=self.reference.logprobs(experience, plan) if self.reference else None,
             values=self.critic.values(experience, plan) if self.critic else None,
         )

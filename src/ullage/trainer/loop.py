@@ -109,10 +109,10 @@ class Trainer:
         record(tally.means(self.ranks) | {"actor/learning_rate": rate})
 
     def old_logprobs(self, experience: Experience, plan: list[Tensor]) -> Tensor | None:
-        """None where nobody looks at them: a strictly on-policy update is its own old policy."""
+        """None where nobody looks at them."""
         if self.corrector.bypass:
             return experience.rollout_logprobs_NT
-        needed = self.schedule.off_policy or self.corrector.compares or "old_logprobs" in self.algorithm.needs
+        needed = needs_old_logprobs(self.algorithm, self.schedule, self.corrector)
         return self.actor.logprobs(experience, plan) if needed else None
 
     def evaluate(self, step: int) -> None:
@@ -130,3 +130,9 @@ class Trainer:
 
     def _due(self, step: int, every: int) -> bool:
         return step == self.total_steps or (every > 0 and step % every == 0)
+
+
+def needs_old_logprobs(algorithm: Algorithm, schedule: Schedule, corrector: Corrector) -> bool:
+    """Whether a step computes them; a strictly on-policy update is its own old policy."""
+    looked_at = schedule.off_policy or corrector.compares or "old_logprobs" in algorithm.needs
+    return looked_at and not corrector.bypass
