@@ -101,6 +101,7 @@ def measured(
             contenders["trl"] = contest.trl
     times: dict[str, list[float]] = {name: [] for name in contenders}
     peaks: dict[str, int] = dict.fromkeys(contenders, 0)
+    caches: dict[str, int] = {}
     found: dict[str, list[Sample]] = {}
     warm = PEERS_WARM_CALLS if work.peer else WARM_CALLS
     for turn in range(warm + rounds):
@@ -109,7 +110,7 @@ def measured(
             say(f"{work.shape}, {contest.text}: {name}, call {turn + 1}: {seconds:.2f} s")
             if turn >= warm:
                 times[name].append(seconds)
-                peaks[name] = max(peaks[name], peak)
+                peaks[name], caches[name] = max(peaks[name], peak), contest.cache_bytes
     first, _, _ = contest.timed(contest.first_tokens)
     floor = contest.floor_seconds(ceiling)
     for name in contenders:
@@ -124,7 +125,7 @@ def measured(
             "first_tokens_s": round(first, 4) if name == "ullage" else None,
             "times_as_fast": round(statistics.median(times["generate"]) / taken, 2) if work.peer else None,
             "kv_bytes_a_token": cache_bytes(model.module.config),
-            "arena_gib": round(contest.arena_bytes(name) / GIB, 3),
+            "cache_mib": round(1024 * caches[name] / GIB, 3) if name.startswith("ullage") else None,
             "peak_gib": round(peaks[name] / GIB, 2),
             "logprob_gap": contest.gap(found[name]),
         }
@@ -146,6 +147,8 @@ class Contest:
         # Hugging Face's attention, over the same weights.
         self.peer: Any = twin(model.module, "sdpa") if work.peer else None
         self._trl: Any = None
+        self.cache_bytes = 0
+        """Of the pages that our last call had in use at once, at most."""
 
     @cached_property
     def reads_apart(self) -> Engine:
@@ -212,15 +215,11 @@ class Contest:
         return [_sample(i, tuple(row), tuple(logprobs[i])) for i, row in enumerate(tokens.tolist())]
 
     def floor_seconds(self, ceiling: Ceiling) -> float:
-        """All sequences at once; prompts of a group are computed once."""
+        """All sequences at once; prompts of a group are computed once, and read once in each step."""
         config, work = self.model.module.config, self.work
-        prompts = [length for length in work.prompts for _ in range(work.samples)]
+        prompts = [length / work.samples for length in work.prompts for _ in range(work.samples)]
         responses = [length for length in work.responses for _ in range(work.samples)]
         return decode_seconds(config, prompts, responses, ceiling) + prefill_seconds(config, work.prompts, ceiling)
-
-    def arena_bytes(self, name: str) -> int:
-        """Of the cache that the most pages in use at once take."""
-        return 0 if name == "generate" else self.engine.pages.arena.nbytes
 
     def timed(self, draw: Callable[[], list[Sample]]) -> tuple[float, int, list[Sample]]:
         """Seconds, peak bytes on the device, and what was drawn."""
@@ -261,7 +260,11 @@ class Contest:
             GroupRequest(prompt=prompt, seeds=tuple(derive(i, j) for j in range(samples)), max_tokens=length)
             for i, (prompt, samples, length) in enumerate(wanted)
         ]
-        return engine.generate(requests, Sampling(max_tokens=max(self.work.responses), ignore_eos=True))
+        pages = engine.pages
+        pages.most_used = 0
+        samples = engine.generate(requests, Sampling(max_tokens=max(self.work.responses), ignore_eos=True))
+        self.cache_bytes = pages.most_used * pages.arena[:, :, 0].nbytes
+        return samples
 
 
 def _sample(group: int, tokens: tuple[int, ...], logprobs: tuple[float, ...]) -> Sample:

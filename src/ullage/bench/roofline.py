@@ -42,7 +42,7 @@ def cache_bytes(config: PretrainedConfig, width: int = 2) -> int:
 
 
 def decode_seconds(
-    config: PretrainedConfig, prompts: Sequence[int], responses: Sequence[int], ceiling: Ceiling
+    config: PretrainedConfig, prompts: Sequence[float], responses: Sequence[int], ceiling: Ceiling
 ) -> float:
     """Every sequence decoded at once, until it ends; the prompts' own pass is not counted.
 

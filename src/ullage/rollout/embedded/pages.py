@@ -27,6 +27,8 @@ class Pages:
         """Where rows without a sample write."""
         self._free = list(range(self.total - 1, -1, -1))
         self._users = [0] * self.total
+        self.most_used = 0
+        """Pages that were taken at once, at most; whoever wants to know sets it back."""
 
     @property
     def free(self) -> int:
@@ -36,6 +38,7 @@ class Pages:
         assert count <= len(self._free), "admission must reserve before taking"
         taken = self._free[: -count - 1 : -1]
         del self._free[len(self._free) - count :]
+        self.most_used = max(self.most_used, self.total - len(self._free))
         for page in taken:
             self._users[page] = 1
         return taken
