@@ -19,7 +19,7 @@ SEVEN, EIGHT = find_shape("Qwen2.5-7B"), find_shape("Qwen3-8B")
 
 
 def drawing(shape, **given):
-    plain = {"slots": 64, "n": 1, "prompt": 64, "longest": 240, "truncated": False}
+    plain = {"slots": 64, "n": 1, "prompt": 64, "longest": 240, "truncated": False, "deterministic": False}
     held = {"vocabulary": shape.vocabulary, "width": 2, "rank": 0, "quantisation": None}
     return Drawing(shape=shape, **(held | plain | given))
 

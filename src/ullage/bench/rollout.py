@@ -126,6 +126,7 @@ def measured(
             "times_as_fast": round(statistics.median(times["generate"]) / taken, 2) if work.peer else None,
             "kv_bytes_a_token": cache_bytes(model.module.config),
             "cache_mib": round(1024 * caches[name] / GIB, 3) if name.startswith("ullage") else None,
+            "graphs_mib": round(1024 * contest.engine.graphs.nbytes / GIB, 1) if name == "ullage" else None,
             "peak_gib": round(peaks[name] / GIB, 2),
             "logprob_gap": contest.gap(found[name]),
         }

@@ -42,9 +42,15 @@ class Drawing:
     """Tokens of a sequence."""
     truncated: bool
     """By top-p or top-k."""
+    deterministic: bool
     width: int
     rank: int
     quantisation: c.Quantisation | None
+
+    @property
+    def reads_prompts_once(self) -> bool:
+        """For all samples of each that are drawn side by side."""
+        return self.n >= LEAST_MEMBERS and self.prompt >= LEAST_SHARED and not self.deterministic
 
     @property
     def prefill(self) -> Pass:
@@ -92,7 +98,7 @@ class Drawing:
         tokens = (c.pages_for(self.longest) + 1) * c.PAGE  # as wide as the engine's page table
         seen = min(tokens, self.shape.sliding_window or tokens)
         own = min(SEGMENTS, -(-seen // SEGMENT_TOKENS))
-        if self.n >= LEAST_MEMBERS and self.prompt >= LEAST_SHARED:
+        if self.reads_prompts_once:
             return own + min(PREFIX_SEGMENTS, -(-tokens // SEGMENT_TOKENS))
         return own if own > 1 else 0
 
@@ -126,6 +132,7 @@ def _drawing(layout: Layout, slots: int, n: int, *, truncated: bool) -> Drawing:
         prompt=layout.config.data.max_prompt_length,
         longest=layout.longest,
         truncated=truncated,
+        deterministic=layout.config.actor_rollout_ref.rollout.deterministic,
         width=layout.width,
         rank=layout.actor.rank,
         quantisation=layout.quantisation,

@@ -195,7 +195,7 @@ def sampling_work(layout: Layout) -> dict[str, Work]:
         slots = max(1, min(slots, rollout.kv_cache_tokens // layout.longest))
     passes = -(-prompts * data.max_prompt_length // layout.rollout.prefill.tokens)
     kinds = (DECODE_NORMS if shape.qk_norm else 1.0) * (DECODE_ADAPTERS if layout.actor.rank else 1.0)
-    together = 1 if rollout.deterministic else min(rollout.n, slots)  # samples that read their prompt once for all
+    together = min(rollout.n, slots) if layout.rollout.reads_prompts_once else 1
     read = data.max_prompt_length / together + data.max_response_length / 2
     decoding = Decoding(
         prefill=_forward(layout, shape, _batch(layout, prompts, 0, passes, split=1), head=False),
