@@ -67,7 +67,7 @@ lose small updates, beside weights that are rounded stochastically."""
 
 
 def step(race: Race, target: Target, say: Callable[[str], None] = lambda line: None) -> Iterator[dict[str, Any]]:
-    """Rows: for every recipe TRL's step, where it is installed, and ours."""
+    """Rows: for every recipe TRL's step, where it is installed, and ours; on a GPU, with compiled blocks too."""
     for recipe, keys in RECIPES.items():
         theirs = None
         if importlib.util.find_spec("trl") is None:
@@ -76,8 +76,9 @@ def step(race: Race, target: Target, say: Callable[[str], None] = lambda line: N
             theirs = _row(race, recipe, "trl", *trl_steps(race, target, wide=recipe == "float32 master"))
             yield theirs
         free(target)
-        yield our_row(race, recipe, target, keys, theirs)
-        free(target)
+        for compiled in (False, True) if target.kind == "cuda" else (False,):
+            yield our_row(race, recipe, target, {**keys, "memory.compile": compiled}, theirs)
+            free(target)
 
 
 def _row(race: Race, recipe: str, name: str, seconds: list[float], peak: int) -> dict[str, Any]:
@@ -109,7 +110,8 @@ def our_row(
     with tempfile.TemporaryDirectory() as folder:
         made = planned(race.shape, target, folder, given).plan
     seconds, peak = our_steps(race, target, made.config)
-    row = _row(race, recipe, "ullage", seconds, peak)
+    name = "ullage, compiled" if keys["memory.compile"] else "ullage"
+    row = _row(race, recipe, name, seconds, peak)
     row["planned_step_s"] = round(made.step_seconds, 3)
     row["chosen"] = {name: value_of(made.config, path) for name, path in PATHS.items()}
     if theirs is not None:
