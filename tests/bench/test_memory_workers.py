@@ -2,8 +2,10 @@
 
 import os
 import sys
+import time
 from concurrent.futures import BrokenExecutor
 from functools import partial
+from pathlib import Path
 
 from ullage.bench.memory_workers import Job, Room, one_by_one, side_by_side
 
@@ -50,6 +52,22 @@ def test_a_process_that_is_killed_takes_nothing_else_with_it():
     found = {done.number: outcome for done, outcome in side_by_side(jobs, 1, ROOM, lambda: 10.0)}
     assert isinstance(found.pop(1), BrokenExecutor)
     assert found == {number: {"number": number} for number in (0, 2, 3)}
+
+
+def test_a_process_that_dies_while_it_waits_is_replaced(tmp_path):
+    first = partial(Path.rename, tmp_path / "once", tmp_path / "gone")  # works once
+    (tmp_path / "once").touch()
+    jobs = [job(number, work=partial(time.sleep, 0.2)) for number in range(4)]
+    found = [outcome for _, outcome in side_by_side(jobs, 1, ROOM, lambda: 10.0, fresh=True, load=partial(die, first))]
+    assert found == [None] * 4
+
+
+def die(once):
+    try:
+        once()
+    except FileNotFoundError:
+        return
+    os._exit(9)
 
 
 def test_what_there_is_no_time_for_is_left_out():

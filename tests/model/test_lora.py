@@ -165,6 +165,9 @@ def test_an_adapter_that_is_refused_leaves_the_module_as_it_was(tiny_model):
     before = list(module.state_dict())
     with pytest.raises(ModelError, match=r"takes 64 numbers to 128"):
         adapters.attach("actor", Adapter(settings, layers), torch.float32)
+    layers[last] = Pair(torch.zeros(1, 128), torch.zeros(128, 1))  # would be broadcast
+    with pytest.raises(ModelError, match=r"rank 1 and 1, and says 4"):
+        adapters.attach("actor", Adapter(settings, layers), torch.float32)
     assert list(module.state_dict()) == before
     assert adapters.settings == {}
 

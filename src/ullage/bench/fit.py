@@ -139,7 +139,7 @@ class Training(Rehearsal):
 
 
 class Phases:
-    """Seconds and peak of each phase, by name."""
+    """Of each phase by name: the seconds it took last, and its highest peak."""
 
     def __init__(self, target: Target) -> None:
         self.target = target
@@ -158,7 +158,7 @@ class Phases:
         yield
         synchronize(self.target)
         self.seconds[name] = time.perf_counter() - began
-        self.peaks[name] = self.probe.end_phase()[0]
+        self.peaks[name] = max(self.peaks.get(name, 0), self.probe.end_phase()[0])
         if self.target.kind == "cuda":
             left, whole = torch.cuda.mem_get_info(self.target.device)
             self.device_used = max(self.device_used, whole - left)

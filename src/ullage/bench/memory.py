@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import importlib
 import json
 import time
 from collections.abc import Callable, Iterator
@@ -117,8 +116,7 @@ def rehearse(draw: Draw, target: Target, phases: Phases) -> None:
 
 
 def load() -> None:
-    """What `rehearse` needs, in a process that is to do it."""
-    importlib.import_module("ullage.run.rehearsal")
+    """Nothing more: a process that is asked for it has imported this module, and with it all that `rehearse` needs."""
 
 
 def gpu_of(target: Target, name: str | None) -> GPU:

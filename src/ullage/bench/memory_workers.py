@@ -81,8 +81,8 @@ def side_by_side(
             together = [job for job, _ in running.values()]
             for job in list(waiting):
                 if len(running) < workers and room.has(job, together) and seconds_left() >= job.seconds:
-                    process = ready.popleft()
-                    running[process.submit(job.work)] = job, process
+                    future, process = _submitted(job, ready.popleft(), load)
+                    running[future] = job, process
                     together.append(job)
                     waiting.remove(job)
             if not running:
@@ -94,13 +94,25 @@ def side_by_side(
                 if not fresh and not isinstance(error, BrokenExecutor):
                     ready.append(process)
                 else:
-                    process.shutdown()
+                    process.shutdown(wait=False)
                     if len(ready) < len(waiting):
                         ready.append(_process(load))
                 yield job, error or future.result()
     finally:
         for process in [*ready, *(process for _, process in running.values())]:
             process.shutdown(wait=False, cancel_futures=True)
+
+
+def _submitted(
+    job: Job, process: ProcessPoolExecutor, load: Callable[[], object]
+) -> tuple[Future[Row], ProcessPoolExecutor]:
+    """To the process or, where that has died waiting, to another one."""
+    try:
+        return process.submit(job.work), process
+    except BrokenExecutor:
+        process.shutdown(wait=False)
+        another = _process(load)
+        return another.submit(job.work), another
 
 
 def _process(load: Callable[[], object]) -> ProcessPoolExecutor:

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import importlib.util
 import random
-import statistics
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -85,9 +84,9 @@ WORKLOADS: dict[str, Callable[[], list[Workload]]] = {
 
 
 def measured(
-    work: Workload, target: Target, say: Callable[[str], None], *, rounds: int = 1, ceiling: Ceiling = H200
+    work: Workload, target: Target, say: Callable[[str], None], *, ceiling: Ceiling = H200
 ) -> Iterator[dict[str, Any]]:
-    """Rows of one workload: ours, and the peer where there is one; each the median of its rounds."""
+    """Rows of one workload: ours, and the peer where there is one; of each the last call, all of them taking turns."""
     free(target)
     model = shaped_model(work.shape, target)
     contest = Contest(work, model, target)
@@ -99,22 +98,20 @@ def measured(
         contenders["generate"] = contest.generate
         if importlib.util.find_spec("trl") is not None:
             contenders["trl"] = contest.trl
-    times: dict[str, list[float]] = {name: [] for name in contenders}
-    peaks: dict[str, int] = dict.fromkeys(contenders, 0)
+    times: dict[str, float] = {}
+    peaks: dict[str, int] = {}
     caches: dict[str, int] = {}
     found: dict[str, list[Sample]] = {}
     warm = PEERS_WARM_CALLS if work.peer else WARM_CALLS
-    for turn in range(warm + rounds):
+    for turn in range(warm + 1):
         for name, draw in contenders.items():
-            seconds, peak, found[name] = contest.timed(draw)
-            say(f"{work.shape}, {contest.text}: {name}, call {turn + 1}: {seconds:.2f} s")
-            if turn >= warm:
-                times[name].append(seconds)
-                peaks[name], caches[name] = max(peaks[name], peak), contest.cache_bytes
+            times[name], peaks[name], found[name] = contest.timed(draw)
+            caches[name] = contest.cache_bytes
+            say(f"{work.shape}, {contest.text}: {name}, call {turn + 1}: {times[name]:.2f} s")
     first, _, _ = contest.timed(contest.first_tokens)
     floor = contest.floor_seconds(ceiling)
     for name in contenders:
-        taken = statistics.median(times[name])
+        taken = times[name]
         yield {
             "shape": work.shape,
             "workload": contest.text,
@@ -123,7 +120,7 @@ def measured(
             "tokens_per_s": round(work.drawn / taken),
             "of_roofline_percent": round(100 * floor / taken, 1) if target.kind == "cuda" else None,
             "first_tokens_s": round(first, 4) if name == "ullage" else None,
-            "times_as_fast": round(statistics.median(times["generate"]) / taken, 2) if work.peer else None,
+            "times_as_fast": round(times["generate"] / taken, 2) if work.peer else None,
             "kv_bytes_a_token": cache_bytes(model.module.config),
             "cache_mib": round(1024 * caches[name] / GIB, 3) if name.startswith("ullage") else None,
             "graphs_mib": round(1024 * contest.engine.graphs.nbytes / GIB, 1) if name == "ullage" else None,

@@ -20,7 +20,7 @@ from transformers import PreTrainedTokenizerFast, TrainerCallback
 
 from ullage.bench.budget import planned
 from ullage.bench.clock import free, synchronize
-from ullage.bench.fit import Phases
+from ullage.bench.fit import Phases, capped
 from ullage.bench.report import GIB
 from ullage.bench.shapes import shape_config
 from ullage.config.settle import PATHS, value_of
@@ -96,7 +96,7 @@ def _row(race: Race, recipe: str, name: str, seconds: list[float], peak: int) ->
 def our_row(
     race: Race, recipe: str, target: Target, keys: Mapping[str, Any], theirs: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Ours, with no more memory than theirs."""
+    """Ours; torch gets no more memory than theirs had allocated."""
     given = {
         "algorithm.name": "grpo",
         "data.train_batch_size": race.prompts,
@@ -105,11 +105,13 @@ def our_row(
         "actor_rollout_ref.rollout.n": race.samples,
         **keys,
     }
-    if theirs is not None and target.kind == "cuda":
-        given["memory.budget"] = f"{int(1024 * theirs['peak_gib']) + (CONTEXT >> 20)}MiB"
+    limit = None if theirs is None else theirs["peak_gib"]
+    if limit and target.kind == "cuda":
+        given["memory.budget"] = f"{int(1024 * limit) + (CONTEXT >> 20)}MiB"
     with tempfile.TemporaryDirectory() as folder:
         made = planned(race.shape, target, folder, given).plan
-    seconds, peak = our_steps(race, target, made.config)
+    with capped(limit, target):
+        seconds, peak = our_steps(race, target, made.config)
     name = "ullage, compiled" if keys["memory.compile"] else "ullage"
     row = _row(race, recipe, name, seconds, peak)
     row["planned_step_s"] = round(made.step_seconds, 3)

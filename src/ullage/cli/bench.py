@@ -97,7 +97,6 @@ def _rollout(arguments: argparse.Namespace) -> int:
             return
         for work in rollout.WORKLOADS[part]():
             if arguments.shapes is None or work.shape in arguments.shapes:
-                # A peer's call takes many seconds; its third is the one to beat.
                 yield from rollout.measured(work, target, say)
 
     command = "ullage bench rollout --only " + " ".join(wanted)

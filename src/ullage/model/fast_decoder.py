@@ -1,7 +1,7 @@
 """Decoder layers of the Llama family with a third of the kernels and the same weights.
 
-The linear layers are the model's own modules, adapters and quantised weights included; those of one input are one
-product where their weights lie side by side, and what lies between them is fused.
+The weights are the model's own, adapters and quantised ones included. Layers of one input are one product where their
+weights lie side by side, a product of few rows is computed in parts, and what lies between products is fused.
 """
 
 from __future__ import annotations

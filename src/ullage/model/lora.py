@@ -90,7 +90,7 @@ class Adapters:
         # All that stays is made before what passes through host memory: small objects between would hold on to that.
         made = {layer: LowRank(layers[layer], adapter.settings, layer, dtype) for layer in adapter.layers}
         for layer, pair in adapter.layers.items():
-            _check_shapes(layer, layers[layer], pair)
+            _check_shapes(layer, layers[layer], pair, adapter.settings.rank_of(layer))
             made[layer].fill(pair)
         for layer, low in made.items():
             self._adapted(layer, layers[layer]).adapters[name] = low
@@ -291,11 +291,16 @@ def _by_pattern(patterns: Mapping[str, Number], layer: str, default: Number) -> 
     return default
 
 
-def _check_shapes(layer: str, plain: nn.Linear, pair: Pair) -> None:
+def _check_shapes(layer: str, plain: nn.Linear, pair: Pair, rank: int) -> None:
     wanted = (plain.in_features, plain.out_features)
     given = (pair.down.shape[1], pair.up.shape[0])
     if wanted != given:
         raise ModelError(
             f"the adapter of {layer} takes {given[0]} numbers to {given[1]}, the layer {wanted[0]} to {wanted[1]}",
             "use the model the adapter was made for",
+        )
+    if {pair.down.shape[0], pair.up.shape[1]} != {rank}:
+        raise ModelError(
+            f"the adapter of {layer} has matrices of rank {pair.down.shape[0]} and {pair.up.shape[1]}, and says {rank}",
+            "write the adapter again, or its adapter_config.json",
         )

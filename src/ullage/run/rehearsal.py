@@ -10,6 +10,7 @@ from dataclasses import replace
 from typing import Any, Literal
 
 import torch
+from torch import Tensor
 from transformers import PretrainedConfig, PreTrainedModel
 
 from ullage.algorithms import Algorithm
@@ -17,6 +18,7 @@ from ullage.algorithms._compose import compose
 from ullage.base.communicator import Solo
 from ullage.base.seeds import derive
 from ullage.batch.pack import pack
+from ullage.batch.stages import Experience
 from ullage.config.check import SUPERVISED
 from ullage.config.tree import Config
 from ullage.data.prompts import Prompt
@@ -108,7 +110,7 @@ class Rehearsal:
         self.schedule = Schedule(config, self.algorithm.aggregation, Solo())
         corrector = Corrector(config.algorithm.rollout_correction, Solo(), exact_engine=Engine.reads_trainer_weights)
         needed = every_phase or needs_old_logprobs(self.algorithm, self.schedule, corrector)
-        self._evaluates = needed and not self._supervised
+        self._evaluates, self._bypasses = needed and not self._supervised, corrector.bypass
 
     @property
     def optimizers(self) -> list[Optimizer]:
@@ -133,7 +135,7 @@ class Rehearsal:
         )
         plan = self.schedule.plan(experience, step)
         experience = experience.evaluated(
-            old_logprobs=self.actor.logprobs(experience, plan) if self._evaluates else None,
+            old_logprobs=self._old_logprobs(experience, plan),
             ref_logprobs=self.reference.logprobs(experience, plan) if self.reference else None,
             values=self.critic.values(experience, plan) if self.critic else None,
         )
@@ -143,6 +145,11 @@ class Rehearsal:
                 self.actor.update(mini_batch, self.algorithm, self.rate, Tally())
                 if self.critic:
                     self.critic.update(mini_batch, self.rate, Tally())
+
+    def _old_logprobs(self, experience: Experience, plan: list[Tensor]) -> Tensor | None:
+        if self._evaluates:
+            return self.actor.logprobs(experience, plan)
+        return experience.rollout_logprobs_NT if self._bypasses else None
 
     def _rollout(self, prompts: list[Prompt], step: int) -> list[Sample]:
         rollout, length = self.config.actor_rollout_ref.rollout, self.config.data.max_response_length
