@@ -139,14 +139,17 @@ class Products(TorchDispatchMode):
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         out = func(*args, **(kwargs or {}))
-        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm):
+        if func.overloadpacket in (torch.ops.aten.mm, torch.ops.aten.addmm, torch.ops.aten.addmm_):
             self.widths.append(out.shape[1])
         return out
 
 
 @torch.no_grad()
-def test_adapters_are_applied():
+@pytest.mark.parametrize("together", [False, True])
+def test_adapters_are_applied_in_two_products_more(together):
     model = make("qwen2")
+    if together:
+        lay_side_by_side(siblings(model.module), CPU.device, torch.float32)
     adapter = new_adapter(model.module, Settings(rank=4, alpha=8), ["all-linear"], 1)
     adapted = model.adapted("actor", adapter)
     for name, parameter in adapted.named_parameters():
@@ -158,8 +161,13 @@ def test_adapters_are_applied():
     want = adapted.hidden(ids[None], cached[None], layout)
 
     layout = DecodeLayout(arena, places, table, cached + 1, CPU)
-    got = FastDecoder(adapted).hidden(ids, cached, layout.attend_projected)
+    with Products() as seen:
+        got = FastDecoder(adapted).hidden(ids, cached, layout.attend_projected)
     torch.testing.assert_close(got, want, rtol=0, atol=5e-6)
+    attention, mlp = [96, 4, 96, 32, 4, 32, 32, 4, 32], [80, 4, 80, 80, 4, 80]
+    if together:
+        attention, mlp = [160, 4, 96, 4, 32, 4, 32], [160, 4, 80, 4, 80]
+    assert seen.widths == [*attention, 48, 4, 48, *mlp, 48, 4, 48] * 3
 
 
 @pytest.mark.parametrize("kind", ["llama", "qwen3"])

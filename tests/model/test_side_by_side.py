@@ -91,14 +91,19 @@ def test_parked_biases_lie_between_weights():
     assert [found is None for found in joints(model)] == [True, False] * 3
 
 
+@pytest.mark.parametrize("together", [False, True])
+def test_adapters_leave_the_weights_where_they_lie(together):
+    model = make("qwen2", together=together)
+    before = joints(model)
+    adapted = model.adapted("actor", new_adapter(model.module, Settings(rank=4, alpha=8), ["q_proj", "up_proj"], 1))
+    if not together:
+        assert joints(adapted) == [None] * GROUPS
+        return
+    for one, other in zip(before, joints(adapted), strict=True):
+        assert (one.weight.data_ptr(), one.weight.shape) == (other.weight.data_ptr(), other.weight.shape)
+
+
 def test_layers_that_are_not_plain_are_left_alone():
-    adapted = make("qwen2", together=False)
-    adapted = adapted.adapted("actor", new_adapter(adapted.module, Settings(rank=4, alpha=8), ["q_proj"], 1))
-    lay_side_by_side(siblings(adapted.module), CPU.device, torch.float32)
-    assert [found is None for found in joints(adapted)] == [True, False] * 3
-    laid = make("qwen2")
-    laid = laid.adapted("actor", new_adapter(laid.module, Settings(rank=4, alpha=8), ["up_proj"], 1))
-    assert [found is None for found in joints(laid)] == [False, True] * 3
     config = AutoConfig.for_model("llama", **SIZES)
     quantised = random_model(config, CPU, dtype=torch.float32, quantization="int8")
     lay_side_by_side(siblings(quantised.module), CPU.device, torch.float32)

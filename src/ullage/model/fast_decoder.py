@@ -17,6 +17,7 @@ from transformers import PreTrainedModel
 from ullage.model.attention import Extras
 from ullage.model.kernels.fused import Turn, add_norm, gate, norm, rotations
 from ullage.model.kernels.parts import parts_of, product_in_parts
+from ullage.model.lora import add_change_, drawn_product
 from ullage.model.side_by_side import joint
 from ullage.model.trunk import Trunk
 
@@ -88,15 +89,15 @@ def _products(x: Tensor, layers: tuple[Any, ...]) -> Iterable[Tensor]:
     """What linear layers make of one input; columns of one tensor where that is one product."""
     together = joint(layers)
     if together is None:
-        return [layer(x) for layer in layers]
-    product = functional.linear(x, *together)
-    return torch.split(product, [layer.out_features for layer in layers], dim=1)
+        return [drawn_product(x, layer) for layer in layers]
+    product = functional.linear(x, *together).split([layer.out_features for layer in layers], dim=1)
+    return [add_change_(part, x, layer) for part, layer in zip(product, layers, strict=True)]
 
 
 def _product(x: Tensor, layer: Any) -> Tensor:  # noqa: ANN401 -- any linear layer
     """[S, D], or in parts that `add_norm` adds up."""
     parts = parts_of(x, layer)
-    return layer(x) if parts == 1 else product_in_parts(x, layer.weight, parts)
+    return drawn_product(x, layer) if parts == 1 else product_in_parts(x, layer.weight, parts)
 
 
 def siblings(module: PreTrainedModel) -> Iterator[tuple[Any, ...]]:

@@ -166,15 +166,40 @@ class AdaptedLinear(nn.Linear):
         self.wide = wide
         self.train(plain.training)
 
+    @property
+    def change(self) -> LowRank | None:
+        """Of the adapter in use."""
+        name = self.in_use.name
+        return self.adapters[name] if name is not None and name in self.adapters else None
+
     def forward(self, input: Tensor) -> Tensor:  # noqa: A002 -- the name in torch
         out = linear(input, self.weight, self.bias)
-        name = self.in_use.name
-        if name is None or name not in self.adapters:
+        change = self.change
+        if change is None:
             return out
-        change = self.adapters[name]
-        thin = _WideLinear.apply if self.wide else functional.linear
-        low: Tensor = thin(input, change.down)
-        return out + functional.linear(low * change.scale, change.up)
+        return out + functional.linear(self.thin(input, change) * change.scale, change.up)
+
+    def thin(self, x: Tensor, change: LowRank) -> Tensor:
+        """[..., rank]"""
+        low: Tensor = (_WideLinear.apply if self.wide else functional.linear)(x, change.down)
+        return low
+
+
+def drawn_product(x: Tensor, layer: nn.Linear) -> Tensor:
+    """A layer's product with [S, in] in a pass without gradients."""
+    if not isinstance(layer, AdaptedLinear):
+        return layer(x)  # type: ignore[no-any-return]  # a module's call
+    return add_change_(linear(x, layer.weight, layer.bias), x, layer)
+
+
+def add_change_(out: Tensor, x: Tensor, layer: nn.Linear) -> Tensor:
+    """What the adapter in use, if any, changes of a layer's product, added to that in place: two kernels.
+
+    The change is rounded once, with the sum, where `forward` rounds every step on the way.
+    """
+    if isinstance(layer, AdaptedLinear) and (change := layer.change) is not None:
+        out.addmm_(layer.thin(x, change), change.up.T, alpha=change.scale)
+    return out
 
 
 class LowRank(nn.Module):

@@ -12,6 +12,8 @@ import torch
 from torch import Tensor, nn
 from torch.utils.dlpack import from_dlpack
 
+from ullage.model.lora import AdaptedLinear
+
 
 class Joint(NamedTuple):
     """The parameters of all layers, as those of one."""
@@ -35,7 +37,7 @@ def lay_side_by_side(groups: Iterable[Sequence[nn.Module]], device: torch.device
 
 
 def joint(group: Sequence[nn.Module]) -> Joint | None:
-    """Views of all their parameters; None where they do not lie side by side, or are not plain."""
+    """Views of all their own parameters, not adapters'; None where they do not lie side by side, or are not plain."""
     parameters = _parameters(group)
     if parameters is None:
         return None
@@ -56,8 +58,8 @@ def apart(state: Mapping[str, Tensor]) -> dict[str, Tensor]:
 
 
 def _parameters(group: Sequence[nn.Module]) -> list[list[nn.Parameter]] | None:
-    """All weights and, where there are any, all biases; None: adapted, quantised or otherwise no plain layers."""
-    if not all(type(layer) is nn.Linear and type(layer.weight) is nn.Parameter for layer in group):
+    """All weights and, where there are any, all biases; None: quantised or otherwise no plain ones."""
+    if not all(type(layer) in (nn.Linear, AdaptedLinear) and type(layer.weight) is nn.Parameter for layer in group):
         return None
     found = [[getattr(layer, name) for layer in group] for name in ("weight", "bias")]
     found = [parts for parts in found if any(part is not None for part in parts)]
