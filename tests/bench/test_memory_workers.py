@@ -57,7 +57,7 @@ def test_a_process_that_is_killed_takes_nothing_else_with_it():
 def test_a_process_that_dies_while_it_waits_is_replaced(tmp_path):
     first = partial(Path.rename, tmp_path / "once", tmp_path / "gone")  # works once
     (tmp_path / "once").touch()
-    jobs = [job(number, work=partial(time.sleep, 0.2)) for number in range(4)]
+    jobs = [job(number, work=partial(time.sleep, 0.1)) for number in range(4)]
     found = [outcome for _, outcome in side_by_side(jobs, 1, ROOM, lambda: 10.0, fresh=True, load=partial(die, first))]
     assert found == [None] * 4
 

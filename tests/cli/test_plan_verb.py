@@ -53,7 +53,7 @@ def test_it_chooses_and_says_why(capsys):
     told = capsys.readouterr().out
     assert "\nchosen, the fastest that fits:\n" in told
     assert re.search(r"\n  memory.optimizer_state=streamed +update would need [\d.]+ GiB of 24.0 GiB with dev", told)
-    assert re.search(r"\na step         \d+:\d\d: rollout [\d.]+ s, logprob [\d.]+ s, update ", told)
+    assert re.search(r"\na step         \d+:\d\d: rollout [\d.]+ s, update ", told)
     assert "of 24.0 GiB, " in told
     assert "what would fit" not in told
     assert main.main(["plan", "Qwen2.5-7B", "--gpu", "h200", "memory.budget=24GiB", "--json"]) == 0
@@ -329,3 +329,25 @@ def test_a_models_config_that_cannot_be_used_is_two_lines(text, told, tmp_path, 
     shown = capsys.readouterr().err
     assert told in shown
     assert len(shown.splitlines()) == 2
+
+
+def test_it_says_what_it_plans(capsys):
+    assert main.main(["plan", "smollm2", "--gpu", "24GiB"]) == 0
+    told = capsys.readouterr().out
+    assert told.startswith(
+        "SmolLM2-135M: 0.13 B parameters on 24GiB\n"
+        "grpo, all parameters; 64 prompts x 8 samples a step, 512 + 512 tokens\n\n"
+    )
+    settings = ["actor_rollout_ref.model.lora_rank=8", "actor_rollout_ref.model.quantization=nf4", "algorithm=ppo"]
+    assert main.main(["plan", "8B", *settings, "data.train_batch_size=4"]) == 0
+    assert "\nppo, LoRA of rank 8 on nf4; 4 prompts x 8 samples a step, 512 + 512 tokens\n" in capsys.readouterr().out
+    assert main.main(["plan", "8B", *settings, "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["workload"] == {
+        "algorithm": "ppo",
+        "lora_rank": 8,
+        "quantization": "nf4",
+        "prompts": 64,
+        "samples": 8,
+        "prompt_tokens": 512,
+        "response_tokens": 512,
+    }

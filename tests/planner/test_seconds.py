@@ -14,7 +14,8 @@ from ullage.planner import seconds
 from ullage.planner.hardware import find_gpu
 from ullage.planner.model_shape import find_shape
 from ullage.planner.phases import Layout
-from ullage.planner.seconds import Decoding, Passes, Steps, evaluates_old_policy, step_seconds, step_work
+from ullage.planner.roles import evaluates_old_policy
+from ullage.planner.seconds import Decoding, Passes, Steps, step_seconds, step_work
 from ullage.rollout.embedded.engine import Engine
 from ullage.trainer.correct import Corrector
 from ullage.trainer.loop import needs_old_logprobs

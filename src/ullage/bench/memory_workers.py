@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing import get_context
-from typing import Any
+from typing import Any, NamedTuple
 
 Row = dict[str, Any]
 SPARE = 3
@@ -74,8 +74,8 @@ def side_by_side(
     work, and memory does not wait for it.
     """
     waiting = sorted(jobs, key=lambda job: job.device_bytes, reverse=True)
-    running: dict[Future[Row], tuple[Job, ProcessPoolExecutor]] = {}
-    ready = deque(_process(load) for _ in range(min(len(jobs), workers + SPARE if fresh else workers)))
+    running: dict[Future[Row], tuple[Job, _Process]] = {}
+    ready = deque(_started(load) for _ in range(min(len(jobs), workers + SPARE if fresh else workers)))
     try:
         while waiting or running:
             together = [job for job, _ in running.values()]
@@ -94,29 +94,30 @@ def side_by_side(
                 if not fresh and not isinstance(error, BrokenExecutor):
                     ready.append(process)
                 else:
-                    process.shutdown(wait=False)
+                    process.pool.shutdown(wait=False)
                     if len(ready) < len(waiting):
-                        ready.append(_process(load))
+                        ready.append(_started(load))
                 yield job, error or future.result()
     finally:
         for process in [*ready, *(process for _, process in running.values())]:
-            process.shutdown(wait=False, cancel_futures=True)
+            process.pool.shutdown(wait=False, cancel_futures=True)
 
 
-def _submitted(
-    job: Job, process: ProcessPoolExecutor, load: Callable[[], object]
-) -> tuple[Future[Row], ProcessPoolExecutor]:
-    """To the process or, where that has died waiting, to another one."""
-    try:
-        return process.submit(job.work), process
-    except BrokenExecutor:
-        process.shutdown(wait=False)
-        another = _process(load)
-        return another.submit(job.work), another
+def _submitted(job: Job, process: _Process, load: Callable[[], object]) -> tuple[Future[Row], _Process]:
+    """To the process or, where that has died before it had anything to do, to another one."""
+    if isinstance(process.loading.exception(), BrokenExecutor):
+        process.pool.shutdown(wait=False)
+        return _submitted(job, _started(load), load)
+    return process.pool.submit(job.work), process
 
 
-def _process(load: Callable[[], object]) -> ProcessPoolExecutor:
-    """One that is already loading. A process that has seen CUDA cannot be forked."""
-    process = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
-    process.submit(load)
-    return process
+class _Process(NamedTuple):
+    pool: ProcessPoolExecutor
+    """Of one."""
+    loading: Future[object]
+
+
+def _started(load: Callable[[], object]) -> _Process:
+    """A process that has seen CUDA cannot be forked."""
+    pool = ProcessPoolExecutor(1, mp_context=get_context("spawn"))
+    return _Process(pool, pool.submit(load))

@@ -101,7 +101,10 @@ def _dispatch(words: list[str]) -> int:
         raise UsageError(f"no verb {name!r}", hint)
     module = import_module(f"ullage.cli.{name}") if name is not None else None
     parser = Parser(
-        prog="ullage", description=ullage.__doc__, allow_abbrev=False, epilog="ullage VERB --help says more about one."
+        prog="ullage",
+        description=(ullage.__doc__ or "").splitlines()[0],
+        allow_abbrev=False,
+        epilog="ullage VERB --help says more about one.",
     )
     parser.add_argument("--version", action="version", version=f"ullage {ullage.__version__}")
     parser.add_argument("--debug", action="store_true", help="show tracebacks")

@@ -126,13 +126,24 @@ def _draw(made: Plan, arguments: argparse.Namespace) -> None:
 
 def _lines(made: Plan, *, explain: bool) -> list[str]:
     where = f" on {made.machine.text}" if made.machine else ""
-    lines = [f"{made.shape.name}: {made.shape.parameters / 1e9:.2f} B parameters{where}", ""]
+    lines = [f"{made.shape.name}: {made.shape.parameters / 1e9:.2f} B parameters{where}", _workload(made), ""]
     lines += _bars(made.phases, made.capacity_bytes, parts=True, explain=explain)
     host = ", ".join(f"{name} {bytes_text(count)}" for name, count in made.host.items() if count)
     disk = ", ".join(f"{name} {bytes_text(count)}" for name, count in made.disk.items())
     lines += ["", f"host memory    {bytes_text(made.host_bytes)} for each GPU: {host}", f"disk           {disk}"]
     lines += [_step(made.step_seconds, made.seconds), "", made.verdict]
     return [*lines, *_told(made, explain=explain)]
+
+
+def _workload(made: Plan) -> str:
+    """What is planned: every sequence as long as it may be."""
+    work = made.workload
+    rank, base = work["lora_rank"], work["quantization"]
+    trained = f"LoRA of rank {rank}{f' on {base}' if base else ''}" if rank else "all parameters"
+    return (
+        f"{work['algorithm']}, {trained}; {work['prompts']} prompts x {work['samples']} samples a step, "
+        f"{work['prompt_tokens']} + {work['response_tokens']} tokens"
+    )
 
 
 def _told(made: Plan, *, explain: bool) -> Iterator[str]:

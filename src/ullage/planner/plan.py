@@ -124,11 +124,26 @@ class Plan:
         """Of a node."""
         return 1 if self.machine is None else self.machine.count
 
+    @property
+    def workload(self) -> dict[str, Any]:
+        """What a step does, as far as the config says so."""
+        data, model = self.config.data, self.config.actor_rollout_ref.model
+        return {
+            "algorithm": self.config.algorithm.name or self.config.algorithm.adv_estimator or "grpo",
+            "lora_rank": model.lora_rank,
+            "quantization": model.quantization,
+            "prompts": data.train_batch_size,
+            "samples": self.config.actor_rollout_ref.rollout.n,
+            "prompt_tokens": data.max_prompt_length,
+            "response_tokens": data.max_response_length,
+        }
+
     def as_json(self) -> dict[str, Any]:
         """The contract of `plan --json`."""
         return {
             "model": self.shape.name,
             "parameters": self.shape.parameters,
+            "workload": self.workload,
             "fits": self.fits,
             "capacity_bytes": self.capacity_bytes,
             "peak_bytes": self.peak_bytes,

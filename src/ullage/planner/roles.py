@@ -128,3 +128,13 @@ class Roles:
         except ModelError:
             self.assumptions.append(f"{path or 'the reward model'}: taken to have the actor's shape")
             return self.actor.shape
+
+
+def evaluates_old_policy(config: Config) -> bool:
+    """Whether steps compute log-probs before they update (trainer/loop.py): one update with samples of an engine that
+    reads the trainer's weights is its own old policy."""
+    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
+    prompts = config.data.train_batch_size
+    off_policy = actor.ppo_epochs > 1 or (actor.ppo_mini_batch_size or prompts) < prompts
+    compares = bool(correction.rollout_rs) or correction.rollout_is not in ("auto", None)
+    return not correction.bypass_mode and (off_policy or compares or config.algorithm.use_kl_in_reward)

@@ -9,14 +9,13 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from ullage.config.tree import Config
 from ullage.planner import components as c
 from ullage.planner import exchange
 from ullage.planner.components import Pass
 from ullage.planner.hardware import GPU
 from ullage.planner.model_shape import Shape
 from ullage.planner.phases import Layout
-from ullage.planner.roles import Trained
+from ullage.planner.roles import Trained, evaluates_old_policy
 
 MATMUL_SHARE = 0.77
 """Of the specified TFLOP/s, in matrix products of wide layers (head, speed)."""
@@ -224,16 +223,6 @@ def forward_work(layout: Layout) -> dict[str, Work]:
     if layout.critic is not None:
         found["values"] = _forward(layout, layout.critic.shape, batch, head=False)
     return found
-
-
-def evaluates_old_policy(config: Config) -> bool:
-    """Whether steps compute log-probs before they update (trainer/loop.py): one update with samples of an engine that
-    reads the trainer's weights is its own old policy."""
-    actor, correction = config.actor_rollout_ref.actor, config.algorithm.rollout_correction
-    prompts = config.data.train_batch_size
-    off_policy = actor.ppo_epochs > 1 or (actor.ppo_mini_batch_size or prompts) < prompts
-    compares = bool(correction.rollout_rs) or correction.rollout_is not in ("auto", None)
-    return not correction.bypass_mode and (off_policy or compares or config.algorithm.use_kl_in_reward)
 
 
 def update_work(layout: Layout) -> dict[str, Work]:
