@@ -19,7 +19,7 @@ PLAIN = {
     SLOTS: 64,
 }
 
-TITLE = "memory by phase: planned for sequences of full length, measured, error of the plan"
+TITLE = "memory by phase: planned for sequences of full length, and the whole process as it was"
 
 
 def train(ullage, task, runs, *, name="run", **options):

@@ -212,3 +212,9 @@ def test_a_window_changes_nothing_in_what_ullage_caches():
     plain, windowed = find_shape("Mistral-7B-v0.3"), find_shape("Mistral-7B-v0.1")
     assert (plain.sliding_window, windowed.sliding_window) == (0, 4096)
     assert plain.kv_bytes_per_token == windowed.kv_bytes_per_token == 32 * 2 * 8 * 128 * 2
+
+
+def test_a_number_alone_is_told_what_it_lacks():
+    with pytest.raises(ModelError, match="no shape is bundled for '7'") as error:
+        find_shape("7")
+    assert error.value.remedy.startswith("7B is a size; ")

@@ -198,8 +198,14 @@ def test_measured_beside_planned(tmp_path):
     recorder = recorder_with({"update": 8 << 20, "rollout": 3 << 20, "reward": 5})
     compare(planned, recorder, directory, CPU)
     assert recorder.events == [
+        "memory by phase: planned for sequences of full length, and the whole process as it was",
+        "  rollout          3.0 MiB    3.0 MiB",
+        "  update           6.0 MiB    8.0 MiB",
+    ]
+    on_device = recorder_with({"update": 8 << 20})
+    compare(planned, on_device, directory, GPU)
+    assert on_device.events == [
         "memory by phase: planned for sequences of full length, measured, error of the plan",
-        "  rollout          3.0 MiB    3.0 MiB    +0.0 %",
         "  update           6.0 MiB    8.0 MiB   -25.0 %",
     ]
     assert json.loads(directory.plan.read_text())["measured"]["update"] == {

@@ -240,6 +240,8 @@ def find_shape(text: str) -> Shape:
         raise ModelError(f"{text}: no config.json there", "give a model folder, a bundled name or a size such as 8B")
     near = difflib.get_close_matches(wanted, shapes, n=3, cutoff=0.4)
     hint = f"nearest: {', '.join(shapes[name].name for name in near)}" if near else "`8B` works too"
+    if wanted.replace(".", "", 1).isdigit():
+        hint = f"{wanted}B is a size"
     raise ModelError(f"no shape is bundled for {text!r}", f"{hint}; or give a folder with a config.json, or a size")
 
 

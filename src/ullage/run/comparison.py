@@ -45,7 +45,7 @@ def compare(
         for name, peak in peaks.items()
     }
     with suppress(WriteError, OSError, ValueError):  # a full disk, a folder that is gone
-        for line in table(measured):
+        for line in table(measured, of_tensors=target.kind != "cpu"):
             recorder.event(line)
         document = json.loads(directory.plan.read_text(encoding="utf-8")) | {"measured": measured}
         write_atomically(directory.plan, json_text(document, indent=2) + "\n")
@@ -58,11 +58,13 @@ def compare(
                 recorder.event(f"not remembered for the next plan: {error.cause}")
 
 
-def table(measured: Mapping[str, Mapping[str, float]]) -> list[str]:
-    lines = ["memory by phase: planned for sequences of full length, measured, error of the plan"]
+def table(measured: Mapping[str, Mapping[str, float]], *, of_tensors: bool) -> list[str]:
+    """On a CPU what is measured is the process, which keeps what it once had: no measure of a plan of tensors."""
+    found = "measured, error of the plan" if of_tensors else "and the whole process as it was"
+    lines = [f"memory by phase: planned for sequences of full length, {found}"]
     for name, row in measured.items():
         sizes = f"{bytes_text(row['planned_bytes']):>10} {bytes_text(row['allocated_peak_bytes']):>10}"
-        lines.append(f"  {name:<14}{sizes} {row['error_percent']:>+7.1f} %")
+        lines.append(f"  {name:<14}{sizes}" + (f" {row['error_percent']:>+7.1f} %" if of_tensors else ""))
     return lines
 
 
