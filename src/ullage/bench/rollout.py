@@ -21,6 +21,8 @@ from ullage.bench.report import GIB
 from ullage.bench.roofline import H200, Ceiling, cache_bytes, decode_seconds, prefill_seconds
 from ullage.bench.shapes import shape_config, shaped_model
 from ullage.model.language_model import LanguageModel
+from ullage.model.lora import Settings, new_adapter
+from ullage.model.quantise import Quantisation
 from ullage.model.random_weights import random_module
 from ullage.model.target import Target
 from ullage.rollout.embedded.engine import Engine
@@ -47,6 +49,15 @@ class Workload:
     """Of each prompt."""
     peer: bool = False
     """Beside Hugging Face's `generate`, which needs equal lengths."""
+    rank: int = 0
+    """Of adapters on all linear layers."""
+    quantization: Quantisation | None = None
+
+    @property
+    def engine(self) -> str:
+        """What draws."""
+        adapted = f", LoRA of rank {self.rank}" if self.rank else ""
+        return f"ullage{adapted}{f' on {self.quantization}' if self.quantization else ''}"
 
     @property
     def drawn(self) -> int:
@@ -70,14 +81,21 @@ def groups(shape: str, count: int = 32, samples: int = 16, prompt: int = 512, re
     return Workload(shape=shape, prompts=(prompt,) * count, responses=(response,) * count, samples=samples)
 
 
+def adapted(work: Workload, rank: int, quantization: Quantisation | None = None) -> Workload:
+    """With adapters that change nothing yet, alone."""
+    return replace(work, peer=False, rank=rank, quantization=quantization)
+
+
 WORKLOADS: dict[str, Callable[[], list[Workload]]] = {
     "batch": lambda: [batch(shape) for shape in ("0.5B", "1.5B", "7B")],
     "ragged": lambda: [ragged(shape) for shape in ("Qwen3-0.6B", "8B")],
     "groups": lambda: [groups("Qwen3-1.7B")],
+    "adapters": lambda: [adapted(batch("1.5B"), 16), adapted(batch("7B"), 16), adapted(batch("7B"), 16, "nf4")],
     "tiny": lambda: [
         batch("tiny", 4, 8, 6),
         ragged("tiny", 4, 2, 12),
         groups("tiny", 2, 3, 20, 6),
+        adapted(batch("tiny", 4, 8, 6), 4, "nf4"),
     ],
 }
 """By part of the benchmark."""
@@ -88,9 +106,12 @@ def measured(
 ) -> Iterator[dict[str, Any]]:
     """Rows of one workload: ours, and the peer where there is one; of each the last call, all of them taking turns."""
     free(target)
-    model = shaped_model(work.shape, target)
+    model = shaped_model(work.shape, target, quantization=work.quantization)
+    if work.rank:
+        settings = Settings(rank=work.rank, alpha=2 * work.rank)
+        model = model.adapted("actor", new_adapter(model.module, settings, ["all-linear"], seed=1))
     contest = Contest(work, model, target)
-    contenders: dict[str, Callable[[], list[Sample]]] = {"ullage": contest.ours}
+    contenders: dict[str, Callable[[], list[Sample]]] = {work.engine: contest.ours}
     if work.samples > 1:
         contenders["ullage, read apart"] = contest.read_apart
         contenders["ullage, prompts apart"] = contest.apart
@@ -109,7 +130,7 @@ def measured(
             caches[name] = contest.cache_bytes
             say(f"{work.shape}, {contest.text}: {name}, call {turn + 1}: {times[name]:.2f} s")
     first, _, _ = contest.timed(contest.first_tokens)
-    floor = contest.floor_seconds(ceiling)
+    floor = None if work.rank or target.kind == "cpu" else contest.floor_seconds(ceiling)
     for name in contenders:
         taken = times[name]
         yield {
@@ -118,14 +139,14 @@ def measured(
             "engine": name,
             "seconds": round(taken, 4),
             "tokens_per_s": round(work.drawn / taken),
-            "of_roofline_percent": round(100 * floor / taken, 1) if target.kind == "cuda" else None,
-            "first_tokens_s": round(first, 4) if name == "ullage" else None,
+            "of_roofline_percent": round(100 * floor / taken, 1) if floor else None,
+            "first_tokens_s": round(first, 4) if name == work.engine else None,
             "times_as_fast": round(times["generate"] / taken, 2) if work.peer else None,
             "kv_bytes_a_token": cache_bytes(model.module.config),
             "cache_mib": round(1024 * caches[name] / GIB, 3) if name.startswith("ullage") else None,
-            "graphs_mib": round(1024 * contest.engine.graphs.nbytes / GIB, 1) if name == "ullage" else None,
+            "graphs_mib": round(1024 * contest.engine.graphs.nbytes / GIB, 1) if name == work.engine else None,
             "peak_gib": round(peaks[name] / GIB, 2),
-            "logprob_gap": contest.gap(found[name]),
+            "logprob_gap": None if work.rank else contest.gap(found[name]),
         }
 
 
