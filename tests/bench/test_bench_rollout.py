@@ -8,6 +8,7 @@ from ullage.bench.company import differing
 from ullage.bench.rollout import WORKLOADS, groups, ragged
 from ullage.bench.roofline import H200, Ceiling, cache_bytes, decode_seconds, prefill_seconds, weight_numbers
 from ullage.bench.shapes import shape_config
+from ullage.cli.bench import ROLLOUT_PARTS
 from ullage.cli.main import main
 from ullage.rollout.sampling import Sample
 
@@ -33,6 +34,7 @@ def test_the_floor_of_the_ragged_workload_is_the_published_one(shape, published)
 
 
 def test_workloads_are_what_they_say():
+    assert set(ROLLOUT_PARTS) == {*WORKLOADS, "company"}
     assert [(work.shape, len(work.prompts), work.drawn) for work in WORKLOADS["batch"]()] == [
         (shape, 256, 256 * 256) for shape in ("0.5B", "1.5B", "7B")
     ]

@@ -18,7 +18,7 @@ if TYPE_CHECKING:
 
 HELP = "measure speed and memory on this machine"
 PARTS = ("speed", "peers", "head", "levers", "state", "activations", "fit", "budget", "endurance", "replay")
-ROLLOUT_PARTS = ("batch", "ragged", "groups", "company", "tiny")
+ROLLOUT_PARTS = ("batch", "ragged", "groups", "adapters", "company", "tiny")
 MEMORY_PARTS = ("predict", "measure", "caps")
 RESULTS = Path("benchmarks/results")
 SIZES = {"0.5B": (32768, 32768), "1.5B": (32768, 32768), "7B": (16384, 16384)}
