@@ -107,7 +107,8 @@ def test_all_prompts_too_long(ullage, task, runs):
 def test_no_such_model(ullage, task, tmp_path, runs):
     folder = tmp_path / "nowhere"
     cause, remedy = fails(ullage, task.arguments(runs, "bad", actor_rollout_ref__model__path=folder), 66, runs)
-    assert (cause, remedy) == (f"no such model folder: {folder}", "check actor_rollout_ref.model.path")
+    assert cause == f"no such model folder: {folder}"
+    assert remedy == "give a model folder, a GGUF file, a Hub id or `smollm2` (actor_rollout_ref.model.path)"
 
 
 def test_a_model_without_weights(ullage, task, tmp_path, runs, tiny_model):

@@ -126,7 +126,7 @@ def test_an_error_of_all_ranks_is_told_once(ullage, task, tmp_path):
     assert outcome.code == 66
     assert outcome.stderr.splitlines()[-2:] == [
         "ullage: error: rank 0: no such model folder: /no/such/model",
-        "  fix: check actor_rollout_ref.model.path",
+        "  fix: give a model folder, a GGUF file, a Hub id or `smollm2` (actor_rollout_ref.model.path)",
     ]
     assert outcome.stderr.count("no such model") == 1
     assert not (tmp_path / "none").exists()

