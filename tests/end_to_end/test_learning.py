@@ -46,6 +46,7 @@ def smollm2():
     return next(Path(spec.origin).parent.glob("*.gguf"))
 
 
+@pytest.mark.slow  # the demo's test trains it, too; here it is compared with transformers
 def test_one_real_step_of_smollm2(ullage, task, tmp_path, smollm2):
     import torch
     from gguf import GGUFReader
