@@ -270,12 +270,14 @@ def test_any_piece_of_a_parameter_is_rounded_as_the_whole():
 
 @pytest.mark.parametrize("rounded_", [round_by_thresholds_, round_stochastically_])
 def test_what_is_no_number_stays_none(rounded_):
-    """As a CPU makes it: that of CUDA has all bits set, and is for the kernel."""
     narrow = torch.zeros(256, dtype=torch.bfloat16)
     rounded_(narrow, torch.full((256,), math.inf) - math.inf, Place(1, 0))
     assert narrow.isnan().all()
     rounded_(narrow, torch.full((256,), math.nan), Place(1, 0))
     assert narrow.isnan().all()
+    for from_a_gpu in (0x7FFFFFFF, -1):  # all bits set, which must not carry into the sign
+        rounded_(narrow, torch.full((256,), from_a_gpu, dtype=torch.int32).view(torch.float32), Place(1, 0))
+        assert narrow.isnan().all()
     infinite = torch.tensor([math.inf, -math.inf]).repeat(64)
     rounded_(narrow[:128], infinite, Place(1, 0))
     assert torch.equal(narrow[:128].float(), infinite)

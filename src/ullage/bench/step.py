@@ -31,7 +31,7 @@ from ullage.planner.components import CONTEXT
 from ullage.run.rehearsal import Rehearsal
 
 OUR_WARM_STEPS = 1
-"""Before the one that is measured; with the third, no step of ours is faster than with the second."""
+"""Before the one that is measured: kernels are compiled and graphs captured. A row has the seconds of all."""
 WORDS = 1000
 """Of a made-up language, a token each: a prompt of so many words has that many tokens."""
 PADDING, END = "<pad>", "<end>"
@@ -45,7 +45,7 @@ class Race:
     micro_batch: int
     """Sequences of TRL's, as large as its memory at this size is known to allow."""
     warm: int = 2
-    """Steps of TRL before the one that is measured: transformers' third call is faster than its second."""
+    """Steps of TRL before the one that is measured; a row has the seconds of all."""
     prompts: int = 32
     samples: int = 8
     prompt: int = 128
@@ -55,7 +55,7 @@ class Race:
 RACES = {
     "0.5B": Race(shape="0.5B", micro_batch=32),
     "1.5B": Race(shape="1.5B", micro_batch=32),
-    "7B": Race(shape="7B", micro_batch=8, warm=1),  # where it is not, and takes twenty seconds
+    "7B": Race(shape="7B", micro_batch=8, warm=1),  # each takes twenty seconds
     "tiny": Race(shape="tiny", micro_batch=4, prompts=2, samples=2, prompt=8, response=6),
 }
 RECIPES: dict[str, Mapping[str, Any]] = {

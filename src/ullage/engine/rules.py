@@ -279,8 +279,9 @@ def round_by_thresholds_(narrow: Tensor, wide: Tensor, place: Place) -> None:
 
 
 def _lift_(narrow: Tensor, wide: Tensor, bits: Tensor) -> None:
-    """The 16 bits to be lost meet 16 others, and carry or not. A CPU's NaN has none of them set and stays one."""
-    narrow.copy_((wide.view(torch.int32) + bits).bitwise_and_(-0x10000).view(torch.float32))
+    """The 16 bits to be lost meet 16 others, and carry or not. What is no number stays none, also one from a GPU."""
+    lifted = (wide.view(torch.int32) + bits).bitwise_and_(-0x10000).view(torch.float32)
+    narrow.copy_(torch.where(wide.isnan(), wide, lifted))
 
 
 def _signed(word: int) -> int:
