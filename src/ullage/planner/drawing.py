@@ -69,8 +69,7 @@ class Drawing:
         """The pool of captured steps: logits, or a quantised weight in its plain form, and what else a layer makes.
 
         The sum of both, though layers are through when logits come: what then still lives lies between the blocks that
-        are free. With 256 slots and native segments of memory, 0.5B and 8B took 174 and 186 MiB of an H200, and a trace
-        gives 174 and 184; with expandable ones, 164 and 182.
+        are free. `ullage bench rollout` measures it (graphs_mib).
         """
         logits, wide, layer = self.logits().bytes, self._wide_bytes, self._layer_bytes
         count = -(-(max(logits, wide) + layer) // LARGE_SEGMENT) * LARGE_SEGMENT + SMALL_BLOCKS
