@@ -1,5 +1,6 @@
 """Work in several processes: as much at once as memory allows, all of it done, failures told."""
 
+import atexit
 import os
 import sys
 import time
@@ -33,18 +34,29 @@ def test_all_jobs_are_done_and_failures_are_outcomes():
     assert [done.number for done, _ in one_by_one(jobs, lambda: 10.0)] == [0, 1, 2]
 
 
-def test_fresh_processes_do_one_job_each():
+def test_a_process_does_one_job():
     jobs = [job(number, work=os.getpid) for number in range(3)]
-    found = {outcome for _, outcome in side_by_side(jobs, 1, ROOM, lambda: 10.0, fresh=True)}
+    found = {outcome for _, outcome in side_by_side(jobs, 1, ROOM, lambda: 10.0)}
     assert len(found) == 3
 
 
-def test_fresh_processes_have_loaded_before_they_work():
+def test_processes_have_loaded_before_they_work():
     jobs = [job(number, work=sys.getrecursionlimit) for number in range(3)]
     loads = partial(sys.setrecursionlimit, 4321)
-    for fresh in (True, False):
-        found = [outcome for _, outcome in side_by_side(jobs, 2, ROOM, lambda: 10.0, fresh=fresh, load=loads)]
-        assert found == [4321] * 3
+    found = [outcome for _, outcome in side_by_side(jobs, 2, ROOM, lambda: 10.0, load=loads)]
+    assert found == [4321] * 3
+
+
+def test_a_process_keeps_its_memory_until_it_has_ended(tmp_path):
+    ended = tmp_path / "ended"
+    jobs = [job(0, device=10, work=partial(atexit.register, leave, ended)), job(1, device=9, work=ended.exists)]
+    found = {done.number: outcome for done, outcome in side_by_side(jobs, 2, ROOM, lambda: 10.0)}
+    assert found[1] is True
+
+
+def leave(ended):
+    time.sleep(0.5)
+    ended.touch()
 
 
 def test_a_process_that_is_killed_takes_nothing_else_with_it():
@@ -58,7 +70,7 @@ def test_a_process_that_dies_while_it_waits_is_replaced(tmp_path):
     first = partial(Path.rename, tmp_path / "once", tmp_path / "gone")  # works once
     (tmp_path / "once").touch()
     jobs = [job(number, work=partial(time.sleep, 0.1)) for number in range(4)]
-    found = [outcome for _, outcome in side_by_side(jobs, 1, ROOM, lambda: 10.0, fresh=True, load=partial(die, first))]
+    found = [outcome for _, outcome in side_by_side(jobs, 1, ROOM, lambda: 10.0, load=partial(die, first))]
     assert found == [None] * 4
 
 

@@ -208,10 +208,7 @@ class Bench:
         """Work them off, and write down what each found; False where time ran out before the last."""
         if self.workers > 1:
             room = Room(int(0.97 * target.memory_bytes), int(0.85 * psutil.virtual_memory().available))
-            fresh = any(
-                job.factor is None for job in jobs
-            )  # host memory is that of a process that has run nothing else
-            outcomes = side_by_side(jobs, self.workers, room, self.seconds_left, fresh=fresh, load=load)
+            outcomes = side_by_side(jobs, self.workers, room, self.seconds_left, load=load)
         else:
             outcomes = one_by_one(jobs, self.seconds_left)
         done = 0

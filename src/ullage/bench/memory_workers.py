@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
-from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, wait
+from concurrent.futures import FIRST_COMPLETED, BrokenExecutor, Future, ProcessPoolExecutor, ThreadPoolExecutor, wait
 from dataclasses import dataclass
 from multiprocessing import get_context
 from typing import Any, NamedTuple
@@ -65,40 +65,43 @@ def side_by_side(
     room: Room,
     seconds_left: Callable[[], float],
     *,
-    fresh: bool = False,
     load: Callable[[], object] = dict,
 ) -> Iterator[Outcome]:
     """Those that there is time for, the largest first; the order of outcomes is by chance.
 
-    `fresh`: each in a process that has done nothing before, but `load` what the work needs: that takes as long as the
-    work, and memory does not wait for it.
+    Each in a process that has done nothing before, but `load` what the work needs: that takes as long as the work, and
+    memory does not wait for it. A process keeps its memory until it has ended, above all one that ran out of it.
     """
     waiting = sorted(jobs, key=lambda job: job.device_bytes, reverse=True)
     running: dict[Future[Row], tuple[Job, _Process]] = {}
-    ready = deque(_started(load) for _ in range(min(len(jobs), workers + SPARE if fresh else workers)))
+    ending: dict[Future[None], Job] = {}
+    ready = deque(_started(load) for _ in range(min(len(jobs), workers + SPARE)))
+    ends = ThreadPoolExecutor(workers + SPARE)
     try:
         while waiting or running:
-            together = [job for job, _ in running.values()]
+            together = [*(job for job, _ in running.values()), *ending.values()]
             for job in list(waiting):
                 if len(running) < workers and room.has(job, together) and seconds_left() >= job.seconds:
                     future, process = _submitted(job, ready.popleft(), load)
                     running[future] = job, process
                     together.append(job)
                     waiting.remove(job)
-            if not running:
+            if not running and not ending:
                 return
-            for future in wait(running, return_when=FIRST_COMPLETED).done:
+            watched: set[Future[Any]] = {*running, *ending}
+            done = wait(watched, return_when=FIRST_COMPLETED).done
+            for ended in done & ending.keys():
+                del ending[ended]
+            for future in done & running.keys():
                 job, process = running.pop(future)
+                ending[ends.submit(process.pool.shutdown)] = job
+                if len(ready) < len(waiting):
+                    ready.append(_started(load))
                 error = future.exception()
                 assert error is None or isinstance(error, Exception), "a worker is not interrupted"
-                if not fresh and not isinstance(error, BrokenExecutor):
-                    ready.append(process)
-                else:
-                    process.pool.shutdown(wait=False)
-                    if len(ready) < len(waiting):
-                        ready.append(_started(load))
                 yield job, error or future.result()
     finally:
+        ends.shutdown(wait=False)
         for process in [*ready, *(process for _, process in running.values())]:
             process.pool.shutdown(wait=False, cancel_futures=True)
 
