@@ -80,6 +80,16 @@ def test_by_hand():
     assert got == [[Block(0, (0,)), Block(1, (2,))], [Block(0, (1,))]]
 
 
+def test_a_group_is_cut_where_that_saves_a_micro_batch_and_feeds_few_prompts_twice():
+    # Three groups of 1 + 4 x 10 tokens: whole they need a micro-batch each; with one of them cut, two.
+    groups = [0] * 4 + [1] * 4 + [2] * 4
+    got = pack([1] * 3, groups, [11] * 12, list(range(12)), Limits(max_tokens=62))
+    assert got == [[Block(0, (0, 1, 2, 3)), Block(1, (4, 5))], [Block(2, (8, 9, 10, 11)), Block(1, (6, 7))]]
+    # With a prompt of 10 tokens, once more is 160 instead of 150: too many.
+    got = pack([10] * 3, groups, [11] * 12, list(range(12)), Limits(max_tokens=80))
+    assert [[block.prompt for block in blocks] for blocks in got] == [[0], [1], [2]]
+
+
 def test_a_response_of_one_token_costs_nothing_beside_its_prompt():
     assert pack([5], [0, 0], [1, 1], [0, 1], Limits(max_tokens=5)) == [[Block(0, (0, 1))]]
 

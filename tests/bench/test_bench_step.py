@@ -27,3 +27,13 @@ def test_the_small_form_is_written_down(tmp_path, capfd, monkeypatch, beside):
 def test_an_unknown_shape_is_refused_before_anything_runs(capfd):
     assert main(["bench", "step", "--shapes", "9B"]) == 2
     assert "no shape 9B" in capfd.readouterr().err
+
+
+def test_one_recipe_alone_and_an_unknown_one(tmp_path, capfd):
+    out = tmp_path / "step.json"
+    assert main(["bench", "step", "--recipes", "all bf16", "--out", str(out)]) == 0
+    written = json.loads(out.read_text())
+    assert {row["recipe"] for row in written["step"]} == {"all bf16"}
+    assert written["command"] == "ullage bench step --shapes tiny --recipes 'all bf16'"
+    assert main(["bench", "step", "--recipes", "int4"]) == 2
+    assert "no recipe int4" in capfd.readouterr().err

@@ -13,6 +13,9 @@ from typing import NamedTuple
 
 from ullage.base.errors import ConfigError
 
+MORE_TOKENS = 1.05
+"""Times as many, at most, where prompts are fed twice for fewer passes."""
+
 
 @dataclass(frozen=True, slots=True)
 class Block:
@@ -42,18 +45,30 @@ def pack(
 
     First-fit decreasing finds how many are needed: deterministic, within 11/9 of the fewest, and a hard limit by
     construction. Then the same number is filled evenly, where that goes: the fullest one sets the peak of memory.
+    Groups stay whole, unless room that these leave over would save micro-batches at the price of few prompts twice.
     """
     fed = {i: max(response_lengths[i] - 1, 0) for i in samples}
-    blocks = [
-        block
-        for group, members in _by_group(samples, groups).items()
-        for block in _split(group, members, prompt_lengths[group], fed, limits)
-    ]
-    tokens = {block: prompt_lengths[block.prompt] + sum(fed[i] for i in block.samples) for block in blocks}
-    ordered = sorted(blocks, key=lambda block: (-tokens[block], block.prompt, block.samples))
+    by_group = _by_group(samples, groups)
     whole = _Room(limits.max_tokens, limits.max_sequences or len(groups))
-    tight = _first_fit(ordered, tokens, whole)
-    return _even(ordered, tokens, whole, len(tight)) or tight
+
+    def filled(blocks: list[Block]) -> tuple[list[list[Block]], int]:
+        tokens = {block: prompt_lengths[block.prompt] + sum(fed[i] for i in block.samples) for block in blocks}
+        ordered = sorted(blocks, key=lambda block: (-tokens[block], block.prompt, block.samples))
+        tight = _first_fit(ordered, tokens, whole)
+        return _even(ordered, tokens, whole, len(tight)) or tight, sum(tokens.values())
+
+    found, total = filled(
+        [
+            block
+            for group, members in by_group.items()
+            for block in _split(group, members, prompt_lengths[group], fed, limits)
+        ]
+    )
+    if len(found) > 1 and limits.share_prefix:
+        cut, with_twice = filled(_cut(by_group, prompt_lengths, fed, whole))
+        if len(cut) < len(found) and with_twice <= MORE_TOKENS * total:
+            return cut
+    return found
 
 
 class _Room(NamedTuple):
@@ -96,6 +111,27 @@ def _even(ordered: Sequence[Block], tokens: Mapping[Block, int], whole: _Room, c
         bins[place].append(block)
         heapq.heapreplace(emptiest, (-left.tokens, place, left))
     return bins
+
+
+def _cut(
+    by_group: Mapping[int, Sequence[int]], prompt_lengths: Sequence[int], fed: Mapping[int, int], whole: _Room
+) -> list[Block]:
+    """Blocks that fill one micro-batch after another: a group that does not fit goes on in the next."""
+    blocks: list[Block] = []
+    tokens, sequences = whole
+    for group, members in by_group.items():
+        begun: list[int] = []
+        for i in members:
+            needed = fed[i] + (0 if begun else prompt_lengths[group])
+            if needed > tokens or not sequences:
+                if begun:
+                    blocks.append(Block(group, tuple(begun)))
+                begun, needed = [], fed[i] + prompt_lengths[group]
+                tokens, sequences = whole
+            begun.append(i)
+            tokens, sequences = tokens - needed, sequences - 1
+        blocks.append(Block(group, tuple(begun)))
+    return blocks
 
 
 def _by_group(samples: Sequence[int], groups: Sequence[int]) -> dict[int, list[int]]:

@@ -66,19 +66,20 @@ RECIPES: dict[str, Mapping[str, Any]] = {
 lose small updates, beside weights that are rounded stochastically."""
 
 
-def step(race: Race, target: Target, say: Callable[[str], None] = lambda line: None) -> Iterator[dict[str, Any]]:
-    """Rows: for every recipe TRL's step, where it is installed, and ours; on a GPU, with compiled blocks too."""
-    for recipe, keys in RECIPES.items():
-        theirs = None
-        if importlib.util.find_spec("trl") is None:
-            say("trl is not installed: its rows are left out")
-        else:
-            theirs = _row(race, recipe, "trl", *trl_steps(race, target, wide=recipe == "float32 master"))
-            yield theirs
+def step(
+    race: Race, recipe: str, target: Target, say: Callable[[str], None] = lambda line: None
+) -> Iterator[dict[str, Any]]:
+    """Rows: TRL's step, where it is installed, and ours; on a GPU, with compiled blocks too."""
+    theirs = None
+    if importlib.util.find_spec("trl") is None:
+        say("trl is not installed: its row is left out")
+    else:
+        theirs = _row(race, recipe, "trl", *trl_steps(race, target, wide=recipe == "float32 master"))
+        yield theirs
+    free(target)
+    for compiled in (False, True) if target.kind == "cuda" else (False,):
+        yield our_row(race, recipe, target, {**RECIPES[recipe], "memory.compile": compiled}, theirs)
         free(target)
-        for compiled in (False, True) if target.kind == "cuda" else (False,):
-            yield our_row(race, recipe, target, {**keys, "memory.compile": compiled}, theirs)
-            free(target)
 
 
 def _row(race: Race, recipe: str, name: str, seconds: list[float], peak: int) -> dict[str, Any]:
@@ -111,9 +112,10 @@ def our_row(
     with tempfile.TemporaryDirectory() as folder:
         made = planned(race.shape, target, folder, given).plan
     with capped(limit, target):
-        seconds, peak = our_steps(race, target, made.config)
+        seconds, phases = our_steps(race, target, made.config)
     name = "ullage, compiled" if keys["memory.compile"] else "ullage"
-    row = _row(race, recipe, name, seconds, peak)
+    row = _row(race, recipe, name, seconds, max(phases.peaks.values()))
+    row["phases_s"] = {phase: round(phases.seconds[phase], 3) for phase in ("rollout", "update")}
     row["planned_step_s"] = round(made.step_seconds, 3)
     row["chosen"] = {name: value_of(made.config, path) for name, path in PATHS.items()}
     if theirs is not None:
@@ -121,8 +123,8 @@ def our_row(
     return row
 
 
-def our_steps(race: Race, target: Target, config: Config) -> tuple[list[float], int]:
-    """Seconds of every step, and the peak."""
+def our_steps(race: Race, target: Target, config: Config) -> tuple[list[float], Phases]:
+    """Seconds of every step, and what its phases took."""
     phases = Phases(target)
     run = Rehearsal(config, shape_config(race.shape), target, phases, every_phase=False)
     seconds = []
@@ -131,7 +133,7 @@ def our_steps(race: Race, target: Target, config: Config) -> tuple[list[float], 
         run.step(number)
         synchronize(target)
         seconds.append(time.perf_counter() - began)
-    return seconds, max(phases.peaks.values())
+    return seconds, phases
 
 
 class Clock(TrainerCallback):

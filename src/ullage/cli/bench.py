@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import shlex
 import sys
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -41,6 +42,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     rollout.add_argument("--shapes", nargs="+", metavar="SHAPE", help="only these models of a part")
     step = _what(subjects, "step", "whole GRPO steps, beside TRL's where it is installed")
     step.add_argument("--shapes", nargs="+", metavar="SHAPE", help="models: 0.5B 1.5B 7B, or tiny")
+    step.add_argument("--recipes", nargs="+", metavar="RECIPE", help='"float32 master", "all bf16"; both by default')
     memory = _what(subjects, "memory", "the planner: random configs, predicted, then measured, then run under caps")
     memory.add_argument("--configs", type=_count, metavar="N", help="how many; default: 60, without a GPU 3")
     memory.add_argument(
@@ -105,7 +107,7 @@ def _rollout(arguments: argparse.Namespace) -> int:
 
 
 def _step(arguments: argparse.Namespace) -> int:
-    from ullage.bench.step import RACES, step
+    from ullage.bench.step import RACES, RECIPES, step
     from ullage.model.target import find_target
 
     target = find_target("auto", 0)
@@ -113,8 +115,12 @@ def _step(arguments: argparse.Namespace) -> int:
     for shape in shapes:
         if shape not in RACES:
             raise UsageError(f"no shape {shape}", f"one of: {', '.join(RACES)}")
-    rows = chain.from_iterable(step(RACES[shape], target, say) for shape in shapes)
-    command = "ullage bench step --shapes " + " ".join(shapes)
+    recipes = arguments.recipes or list(RECIPES)
+    for recipe in recipes:
+        if recipe not in RECIPES:
+            raise UsageError(f"no recipe {recipe}", f"one of: {', '.join(RECIPES)}")
+    rows = chain.from_iterable(step(RACES[shape], recipe, target, say) for shape in shapes for recipe in recipes)
+    command = shlex.join(["ullage", "bench", "step", "--shapes", *shapes, "--recipes", *recipes])
     return _collected({"step": rows}, arguments.out or RESULTS / f"step_{target.kind}.json", target, command, arguments)
 
 

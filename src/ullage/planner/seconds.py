@@ -32,10 +32,13 @@ DECODE_LAYER = 28e-6
 (batch)."""
 DECODE_MATMUL_SHARE = 0.56
 """Of the specified TFLOP/s, in products of as few rows as there are slots (batch, groups)."""
-DECODE_NORMS, DECODE_ADAPTERS = 1.2, 22 / 8
-"""Times as long with norms of queries and keys (groups), and with adapters: as many kernels, not measured."""
+DECODE_NORMS, DECODE_ADAPTERS = 1.2, 3.6
+"""Times as long with norms of queries and keys (groups), and with adapters (adapters)."""
 LAUNCH = 1.33e-3
-"""Seconds below which no pass gets through a layer in one direction, however few its tokens (fit, without graphs)."""
+"""Seconds below which no pass gets through a layer, however few its tokens (fit, without graphs)."""
+TRAINED_LAUNCHES, COMPILED_LAUNCHES = 1.5, 1.3
+"""Times as long in each direction of a training pass, where autograd is told of every operator: 1 to 2.2 with the host
+(fit, step); and with compiled blocks (step)."""
 SELECTIVE_LAUNCHES = 3.42
 """Times as many where the host decides for every operator whether its result is kept (levers: recompute matmuls,
 between two runs)."""
@@ -56,12 +59,12 @@ STEP_BASE = 0.07
 bound by bytes (levers, state_again), and beside its copies where state is streamed (speed, levers)."""
 FORMULAS = (
     f"a pass = FLOPs / ({MATMUL_SHARE:g} TFLOP/s) + bytes of its elementwise work / bandwidth; at least "
-    f"{LAUNCH * 1e3:g} ms for each layer and direction",
+    f"{LAUNCH * 1e3:g} ms for each layer, {TRAINED_LAUNCHES * LAUNCH * 1e3:.2g} ms for each and direction in training",
     "FLOPs = 2 for each parameter and token, and causal attention; twice that backward (adapters: once); "
     "once more for layers that are recomputed",
     f"rollout = rounds x response x (layers x {DECODE_LAYER * 1e6:g} us + (KV of responses, of each prompt once, and "
     f"logits) / ({DECODE_SHARE:g} bandwidth) + the longer of weights / ({DECODE_SHARE:g} bandwidth) and FLOPs / "
-    f"({DECODE_MATMUL_SHARE:g} TFLOP/s))",
+    f"({DECODE_MATMUL_SHARE:g} TFLOP/s)); quantised weights are made wide before",
     f"optimizer = the longer of its bytes / bandwidth and {STEP_BASE:g} s of launches, with its state / "
     f"({PCIE_BOTH:g} PCIe) where that rests on the host",
     "copies beside computation cost what they take longer than it",
@@ -126,6 +129,8 @@ class Decoding:
     """The cache's, and what the sampler writes and reads."""
     flops: float
     """Of one step."""
+    widened: float = 0.0
+    """Bytes of quantised weights that are read, and of those written that products read in their place."""
     gathered: float = 0.0
     exchanged: float = 0.0
     """Of one step, as in `Passes`."""
@@ -133,7 +138,7 @@ class Decoding:
     def seconds(self, gpu: GPU) -> float:
         bandwidth, rate = DECODE_SHARE * gpu.bandwidth * 1e9, DECODE_MATMUL_SHARE * gpu.tflops_bf16 * 1e12
         products = max(self.weight_bytes / bandwidth, self.flops / rate)
-        computed = self.layers * DECODE_LAYER + self.read_bytes / bandwidth + products
+        computed = self.layers * DECODE_LAYER + (self.read_bytes + self.widened) / bandwidth + products
         step = max(computed, self.gathered / _link(gpu))
         return self.prefill.seconds(gpu) + self.steps * (step + self.exchanged / _link(gpu))
 
@@ -200,7 +205,8 @@ def sampling_work(layout: Layout) -> dict[str, Work]:
         prefill=_forward(layout, shape, _batch(layout, prompts, 0, passes, split=1), head=False),
         steps=-(-samples // slots) * data.max_response_length,
         layers=shape.layers * kinds,
-        weight_bytes=_weight_bytes(layout, shape),
+        weight_bytes=_wide_bytes(layout, shape) or _held_bytes(layout, shape),
+        widened=_held_bytes(layout, shape) + _wide_bytes(layout, shape) if layout.quantisation else 0.0,
         read_bytes=slots * (read * shape.kv_bytes_per_token * layout.width / 2 + 8 * shape.vocabulary),
         flops=slots * 2 * shape.active_parameters,
         gathered=exchange.others(layout.sharding.shards) * layout.roles.actor_weights().bytes,
@@ -345,12 +351,25 @@ def _factors(layout: Layout) -> tuple[float, float]:
     return (COMPILED_TRAFFIC, COMPILED_FORWARD_TRAFFIC) if compiled else (TRAFFIC, FORWARD_TRAFFIC)
 
 
+def _launches(layout: Layout) -> float:
+    """In each direction of a training pass, times those of one without gradients."""
+    if layout.chosen.recompute == "matmuls":
+        return SELECTIVE_LAUNCHES
+    return COMPILED_LAUNCHES if layout.config.memory.compile else TRAINED_LAUNCHES
+
+
 def _weight_bytes(layout: Layout, shape: Shape) -> float:
     """Read in one forward pass; 4-bit and 8-bit weights are also written and read in their wide form."""
-    held = c.weights(shape, width=layout.width, quantisation=layout.quantisation, head=False).bytes
-    if not layout.quantisation:
-        return held
-    return held + 2 * layout.width * sum(number * layer.size for number, layer in shape.linears)
+    return _held_bytes(layout, shape) + 2 * _wide_bytes(layout, shape)
+
+
+def _held_bytes(layout: Layout, shape: Shape) -> float:
+    return c.weights(shape, width=layout.width, quantisation=layout.quantisation, head=False).bytes
+
+
+def _wide_bytes(layout: Layout, shape: Shape) -> float:
+    """Of quantised weights."""
+    return layout.width * sum(number * layer.size for number, layer in shape.linears) if layout.quantisation else 0.0
 
 
 def _update(layout: Layout, role: Trained) -> Passes:
@@ -375,7 +394,7 @@ def _update(layout: Layout, role: Trained) -> Passes:
         + (3 + again) * weights
         + 4 * gradients
         + LOGIT_TRAFFIC * 4 * shape.vocabulary * head,
-        launches=(2 + again) * passes * shape.layers * (SELECTIVE_LAUNCHES if chosen.recompute == "matmuls" else 1),
+        launches=(2 + again) * passes * shape.layers * _launches(layout),
         forward=1 / (1 + backward + again),
         leaving=_leaving(layout, role, batch),
         beside=chosen.activation_offload == "async",
