@@ -15,11 +15,12 @@ CPU = Target("cpu", 0, (0, 0), 8 << 30)
 
 def test_growth_is_counted_from_the_second_and_the_tenth_step():
     host = [100, 110, 111, 111, 111, 111, 111, 111, 111, 112, 130, 115]
-    row = summary([Held(5 * MIB, 7 * MIB, value * MIB) for value in host])
+    row = summary([Held(5 * MIB, 7 * MIB, value * MIB, 6 * MIB) for value in host])
     assert row["steps"] == 12
     assert row["host_mib"] == {"last": 115, "highest": 130, "growth_after_2": 5, "growth_after_10": 3}
     assert row["allocated_mib"] == {"last": 5, "highest": 5, "growth_after_2": 0, "growth_after_10": 0}
-    assert "growth_after_10" not in summary([Held(0, 0, 0)] * 10)["host_mib"]
+    assert row["peak_mib"] == {"last": 6, "highest": 6, "growth_after_2": 0, "growth_after_10": 0}
+    assert "growth_after_10" not in summary([Held(0, 0, 0, 0)] * 10)["host_mib"]
 
 
 def test_samples_of_many_lengths_are_trained_on():

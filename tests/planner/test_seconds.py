@@ -10,12 +10,12 @@ import pytest
 from ullage.algorithms._compose import compose
 from ullage.base.communicator import Solo
 from ullage.config.load import load_mapping
-from ullage.planner import seconds
 from ullage.planner.hardware import find_gpu
 from ullage.planner.model_shape import find_shape
 from ullage.planner.phases import Layout
 from ullage.planner.roles import evaluates_old_policy
-from ullage.planner.seconds import Decoding, Passes, Steps, step_seconds, step_work
+from ullage.planner.seconds import step_seconds, step_work
+from ullage.planner.work import OFFLOAD_COST, STEP_BASE, Decoding, Passes, Steps
 from ullage.rollout.embedded.engine import Engine
 from ullage.trainer.correct import Corrector
 from ullage.trainer.loop import needs_old_logprobs
@@ -120,9 +120,9 @@ def test_a_step_on_the_device_takes_its_launches_whatever_the_state():
     """Ten rows of 3B, from 0.051 s for float32 gradients to 0.101 s for 8-bit moments, and one of 7B."""
     found = [row.values[0] for row in rows("levers", without=("state streamed", "state on host", "gradients on host"))]
     predicted = {step_seconds(measured_layout(row), H200)["optimizer_step"] for row in found}
-    assert predicted == {seconds.STEP_BASE}
-    assert all(abs(row["optimizer_s"] - seconds.STEP_BASE) < 0.032 for row in found)
-    assert abs(statistics.mean(row["optimizer_s"] for row in found) - seconds.STEP_BASE) < 0.005
+    assert predicted == {STEP_BASE}
+    assert all(abs(row["optimizer_s"] - STEP_BASE) < 0.032 for row in found)
+    assert abs(statistics.mean(row["optimizer_s"] for row in found) - STEP_BASE) < 0.005
     (seven,) = (row.values[0] for row in rows("state_again", without=("streamed",)))
     predicted = step_seconds(measured_layout(seven), H200)
     assert predicted["optimizer_step"] == pytest.approx(seven["optimizer_s"], abs=0.005)
@@ -209,7 +209,7 @@ def test_a_pass_is_products_and_traffic_or_its_launches():
 def test_copies_cost_what_they_take_longer_than_what_they_are_beside():
     # One second forward, two backward; 39 GB/s beside them.
     work = Passes(flops=0.77e15 * 3, traffic=0, launches=0, forward=1 / 3)
-    little = 3 * seconds.OFFLOAD_COST
+    little = 3 * OFFLOAD_COST
     assert replace(work, leaving=39e9).seconds(ROUND) == pytest.approx(3 + little)
     assert replace(work, leaving=1.5 * 39e9).seconds(ROUND) == pytest.approx(3.5 + little)
     assert replace(work, leaving=3 * 39e9).seconds(ROUND) == pytest.approx(3 + 2 + 1 + little)

@@ -49,6 +49,9 @@ class Held(NamedTuple):
     allocated: int
     reserved: int
     host: int
+    peak: int
+    """The most that was allocated in any step so far: a fuller pass than all before needs more, and what it had stays
+    reserved."""
 
 
 def endurance(
@@ -61,7 +64,7 @@ def endurance(
     lengths: list[int] = []
     for step in range(1, steps + 1):
         lengths += [len(sample.token_ids) for sample in training.step(step)]
-        history.append(held(target))
+        history.append(held(target, max(training.phases.peaks.values())))
         if step % every == 0 or step == steps:
             counts = {"shape": training.case.shape, "samples": len(lengths), "replays": len(training.lines)}
             spread = {"shortest": min(lengths), "longest": max(lengths)}
@@ -70,13 +73,13 @@ def endurance(
             say(f"step {step}: " + ", ".join(f"{k} {v / MIB:.1f} MiB" for k, v in history[-1]._asdict().items()))
 
 
-def held(target: Target) -> Held:
+def held(target: Target, peak: int) -> Held:
     """What is held now, garbage that Python has yet to collect included: nobody collects it in a run either."""
     synchronize(target)
     host = int(psutil.Process().memory_info().rss)
     if target.kind != "cuda":
-        return Held(0, 0, host)
-    return Held(torch.cuda.memory_allocated(target.device), torch.cuda.memory_reserved(target.device), host)
+        return Held(0, 0, host, peak)
+    return Held(torch.cuda.memory_allocated(target.device), torch.cuda.memory_reserved(target.device), host, peak)
 
 
 def summary(history: Sequence[Held]) -> dict[str, Any]:

@@ -212,13 +212,12 @@ def phase_rows(ran: Sequence[Row]) -> list[dict[str, Any]]:
 
 def other_memory(ran: Sequence[Row]) -> list[dict[str, Any]]:
     """Errors of what is not the allocated peak: the least capacity against what was reserved, the whole device, and
-    host memory: of the process, and of its large buffers alone."""
+    the process's host memory."""
     kinds: dict[str, Callable[[Row, Row], tuple[int, int]]] = {
         "reserved, least capacity by trace": lambda p, m: (p["least_bytes"], m["reserved_bytes"]),
         "device, with the CUDA context": lambda p, m: (p["least_bytes"] + CONTEXT, m["device_bytes"]),
         HOST: lambda p, m: (p["host_bytes"] + PROCESS, m["host_bytes"]),
         "host, closed form": lambda p, m: (p["closed_form_host_bytes"], m["host_bytes"]),
-        "host buffers, trace": lambda p, m: (p["host_bytes"], m["host_bytes"] - m["host_before_bytes"]),
     }
     found = []
     for kind, pair in kinds.items():
@@ -229,9 +228,11 @@ def other_memory(ran: Sequence[Row]) -> list[dict[str, Any]]:
 
 
 def step_time(ran: Sequence[Row]) -> list[dict[str, Any]]:
-    """Errors of the planner's seconds, by phase; a first step also compiles and plans its kernels."""
+    """Errors of the planner's seconds, by phase, of configs that ran alone; a first step also compiles its kernels."""
     pairs: dict[str, list[float]] = {}
     for row in ran:
+        if row["measured"].get("workers", 1) > 1:
+            continue
         measured = row["measured"]["phases"]
         for phase, value in phases_of(row["predicted"]["step_seconds"], measured, add=True).items():
             if phase in measured and measured[phase]["seconds"] > 0:

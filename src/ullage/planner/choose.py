@@ -24,7 +24,6 @@ from ullage.planner.model_shape import Shape
 from ullage.planner.phases import Layout, Phase
 from ullage.planner.reasons import Reasons
 from ullage.planner.seconds import (
-    Work,
     forward_work,
     optimizer_work,
     parking_work,
@@ -33,6 +32,7 @@ from ullage.planner.seconds import (
     update_work,
 )
 from ullage.planner.sharding import Sharding
+from ullage.planner.work import Work
 
 RECOMPUTED: tuple[object, ...] = ("none", 0.25, 0.5, 0.75, "full")
 SHARES = (0.2, 0.36, 0.6)

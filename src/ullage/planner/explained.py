@@ -10,7 +10,8 @@ from ullage.planner.hardware import find_gpu, sources_of
 from ullage.planner.parts import parts_of
 from ullage.planner.phases import Layout
 from ullage.planner.plan import REFERENCE, Plan
-from ullage.planner.seconds import FORMULAS, Decoding, Work, step_work
+from ullage.planner.seconds import FORMULAS, step_work
+from ullage.planner.work import Decoding, Work
 
 HOST = {
     "process": "a rank with torch, CUDA and transformers loaded: measured",
@@ -33,7 +34,7 @@ SOURCES = (
     "memory: src/ullage/planner/components.py and phases.py name where each formula comes from; constants and checks "
     "are in benchmarks/results/update_h200_*.json and tests/golden/memory_h200.json",
     "host and disk: src/ullage/planner/storage.py",
-    "seconds: src/ullage/planner/seconds.py, fitted to benchmarks/results/update_h200_*.json",
+    "seconds: src/ullage/planner/seconds.py and work.py, fitted to benchmarks/results/*_h200_*.json",
 )
 MACHINE_FIELDS = {
     "usable_mib": "usable MiB",
