@@ -1,9 +1,21 @@
 """The fullest micro-batches under a limit, counted by hand and against the packing of runs."""
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 
 from ullage.batch.pack import Limits, pack
-from ullage.planner.passes import Block, Room, long_prompts, more_keys_of, short_prompts, tokens_of
+from ullage.planner.passes import (
+    MORE_TOKENS,
+    Block,
+    Room,
+    long_prompts,
+    many_prompts,
+    more_keys_of,
+    short_prompts,
+    tokens_of,
+    worst_mixes,
+)
 
 
 def test_long_prompts_make_whole_groups_then_part_of_one_and_a_shorter_one():
@@ -47,3 +59,32 @@ def test_runs_can_pack_them_into_one_pass(make, tokens):
     assert tokens - 101 < tokens_of(blocks, 101) <= tokens
     # No sample more would fit behind prompts of that kind.
     assert make is long_prompts or tokens_of(blocks, 101) == tokens
+
+
+def test_many_prompts_are_groups_of_which_a_pass_holds_a_part():
+    room = Room(tokens=8091, groups=5, n=8, prompt=512, response=2048)
+    assert long_prompts(room) == [Block(512, 3)]
+    assert many_prompts(room, 3) == [Block(512, 1)] * 3
+    assert worst_mixes(room)[2:] == [many_prompts(room, 3)]
+    assert many_prompts(room._replace(groups=2), 3) == [Block(512, 2), Block(512, 1)]
+    # Two sequences at a time are of two groups, where both have lost the rest.
+    assert worst_mixes(room._replace(sequences=2))[2:] == [[Block(512, 1)] * 2]
+
+
+@given(
+    groups=st.integers(2, 24),
+    n=st.sampled_from([2, 4, 8, 16]),
+    prompt=st.sampled_from([64, 128, 512]),
+    response=st.sampled_from([128, 512, 2048]),
+    share=st.floats(0, 3),
+    sequences=st.none() | st.integers(1, 20),
+)
+@settings(max_examples=150, deadline=None)
+def test_no_pass_of_full_length_is_fuller_than_the_worst_mix(groups, n, prompt, response, share, sequences):
+    tokens = prompt + response + int(share * n * response)
+    room = Room(tokens=tokens, groups=groups, n=n, prompt=prompt, response=response, sequences=sequences)
+    members = [group for group in range(groups) for _ in range(n)]
+    limits = Limits(max_tokens=tokens, max_sequences=sequences)
+    passes = pack([prompt] * groups, members, [response] * len(members), range(len(members)), limits)
+    fed = [sum(prompt + len(block.samples) * (response - 1) for block in blocks) for blocks in passes]
+    assert max(fed) <= MORE_TOKENS * max(tokens_of(blocks, response) for blocks in worst_mixes(room))

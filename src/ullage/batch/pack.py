@@ -64,7 +64,8 @@ def pack(
             for block in _split(group, members, prompt_lengths[group], fed, limits)
         ]
     )
-    if len(found) > 1 and limits.share_prefix:
+    fewest = -(-total // limits.max_tokens)
+    if len(found) > fewest and limits.share_prefix and len(by_group) < len(fed):
         cut, with_twice = filled(_cut(by_group, prompt_lengths, fed, whole))
         if len(cut) < len(found) and with_twice <= MORE_TOKENS * total:
             return cut

@@ -78,7 +78,7 @@ def side_by_side(
     ready = deque(_started(load) for _ in range(min(len(jobs), workers + SPARE)))
     ends = ThreadPoolExecutor(workers + SPARE)
     try:
-        while waiting or running:
+        while waiting or running or ending:
             together = [*(job for job, _ in running.values()), *ending.values()]
             for job in list(waiting):
                 if len(running) < workers and room.has(job, together) and seconds_left() >= job.seconds:

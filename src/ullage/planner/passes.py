@@ -2,12 +2,16 @@
 
 Sequences of full length need not come to the limit, but a mix of lengths does (batch/pack.py). Two mixes are worst:
 with long prompts, whose keys are gathered for each of their samples, and with short ones, which leave their room to
-positions that carry loss. Responses have their full length in both.
+positions that carry loss. Where both leave room, groups of which a pass holds a part may fill it with their prompts.
+Responses have their full length in all.
 """
 
 from __future__ import annotations
 
 from typing import NamedTuple
+
+MORE_TOKENS = 1.01
+"""Times as many as in other mixes, for one more to be worth the time that it takes to trace it."""
 
 
 class Block(NamedTuple):
@@ -38,9 +42,15 @@ class Room(NamedTuple):
         return min(self.groups * self.n, self.sequences or self.groups * self.n)
 
 
-def worst_mixes(room: Room) -> tuple[list[Block], list[Block]]:
-    """Either may need more."""
-    return long_prompts(room), short_prompts(room)
+def worst_mixes(room: Room) -> list[list[Block]]:
+    """Any may need more."""
+    found = [long_prompts(room), short_prompts(room)]
+    most = max(tokens_of(blocks, room.response) for blocks in found)
+    for samples in sorted({sum(block.samples for block in blocks) for blocks in found}):
+        blocks = many_prompts(room, samples)
+        if tokens_of(blocks, room.response) > MORE_TOKENS * most:
+            found.append(blocks)
+    return found
 
 
 def long_prompts(room: Room) -> list[Block]:
@@ -66,6 +76,18 @@ def short_prompts(room: Room) -> list[Block]:
         Block(min(room.prompt, left // len(sizes) + (place < left % len(sizes))), size)
         for place, size in enumerate(sizes)
     ]
+
+
+def many_prompts(room: Room, samples: int) -> list[Block]:
+    """So many samples behind as many prompts as still fit: of groups that were cut, or have lost samples."""
+    left = room.tokens - samples * (room.response - 1)
+    count = max(-(-samples // room.n), min(room.groups, samples, -(-left // room.prompt)))
+    blocks, more = [], samples - count
+    for later in reversed(range(count)):
+        prompt, others = max(1, min(room.prompt, left - later)), min(room.n - 1, more)
+        blocks.append(Block(prompt, 1 + others))
+        left, more = left - prompt, more - others
+    return blocks
 
 
 def tokens_of(blocks: list[Block], response: int) -> int:
