@@ -240,7 +240,7 @@ def test_keys_of_long_prompts_are_gathered_where_that_needs_more_than_logits():
     # Eight groups of 2,064 tokens, and a prompt of 80 with one sample.
     assert (made.update_pass.tokens, made.update_pass.positions) == (16_600, 65 * 9)
     assert made.update_pass.more_keys == 8 * 8 * 2000
-    assert made.fullest_blocks == [*[(2000, 8)] * 8, (80, 1)]
+    assert made.fullest_blocks == [*[(2000, 8, 9)] * 8, (80, 1, 9)]
 
 
 def test_roles_on_the_actors_own_layers_have_phases():

@@ -2,16 +2,17 @@
 
 Sequences of full length need not come to the limit, but a mix of lengths does (batch/pack.py). Two mixes are worst:
 with long prompts, whose keys are gathered for each of their samples, and with short ones, which leave their room to
-positions that carry loss. Where both leave room, groups of which a pass holds a part may fill it with their prompts.
-Responses have their full length in all.
+positions that carry loss. Where responses of full length leave room over, a sample more has it with shorter ones, or,
+where there is none, groups of which a pass holds a part have it with their prompts.
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import NamedTuple
 
 MORE_TOKENS = 1.01
-"""Times as many as in other mixes, for one more to be worth the time that it takes to trace it."""
+"""Times as many as there are, for other mixes to be worth the time that it takes to trace them."""
 
 
 class Block(NamedTuple):
@@ -20,6 +21,8 @@ class Block(NamedTuple):
     prompt: int
     """Its tokens."""
     samples: int
+    response: int
+    """Tokens of each."""
 
 
 class Room(NamedTuple):
@@ -45,12 +48,19 @@ class Room(NamedTuple):
 def worst_mixes(room: Room) -> list[list[Block]]:
     """Any may need more."""
     found = [long_prompts(room), short_prompts(room)]
-    most = max(tokens_of(blocks, room.response) for blocks in found)
-    for samples in sorted({sum(block.samples for block in blocks) for blocks in found}):
-        blocks = many_prompts(room, samples)
-        if tokens_of(blocks, room.response) > MORE_TOKENS * most:
-            found.append(blocks)
+    if room.tokens > MORE_TOKENS * max(map(tokens_of, found)):
+        found += [_fuller(room, long_prompts, room.prompt), _fuller(room, short_prompts, 1)]
     return found
+
+
+def _fuller(room: Room, make: Callable[[Room], list[Block]], prompt: int) -> list[Block]:
+    """One sample more, with shorter responses, behind prompts of so many tokens; where there is none, more prompts."""
+    samples = sum(block.samples for block in make(room))
+    prompts = -(-(samples + 1) // room.n)
+    shorter = (room.tokens - prompts * prompt) // (samples + 1) + 1
+    if samples == room.most or shorter < 2:
+        return many_prompts(room, samples)
+    return make(room._replace(response=shorter))
 
 
 def long_prompts(room: Room) -> list[Block]:
@@ -58,10 +68,10 @@ def long_prompts(room: Room) -> list[Block]:
     fed = room.response - 1
     groups, left = divmod(room.tokens, room.prompt + room.n * fed)
     samples = max(1, min(groups * room.n + max(0, left - room.prompt) // max(1, fed), room.most))
-    blocks = [Block(room.prompt, min(room.n, samples - first)) for first in range(0, samples, room.n)]
-    left = room.tokens - tokens_of(blocks, room.response)
+    blocks = [Block(room.prompt, min(room.n, samples - first), room.response) for first in range(0, samples, room.n)]
+    left = room.tokens - tokens_of(blocks)
     if left > fed and samples < room.most and len(blocks) < room.groups:
-        blocks.append(Block(min(left - fed, room.prompt), 1))
+        blocks.append(Block(min(left - fed, room.prompt), 1, room.response))
     return blocks
 
 
@@ -73,7 +83,7 @@ def short_prompts(room: Room) -> list[Block]:
     sizes = [min(room.n, samples - first) for first in range(0, samples, room.n)]
     left = max(len(sizes), room.tokens - samples * fed)
     return [
-        Block(min(room.prompt, left // len(sizes) + (place < left % len(sizes))), size)
+        Block(min(room.prompt, left // len(sizes) + (place < left % len(sizes))), size, room.response)
         for place, size in enumerate(sizes)
     ]
 
@@ -85,14 +95,14 @@ def many_prompts(room: Room, samples: int) -> list[Block]:
     blocks, more = [], samples - count
     for later in reversed(range(count)):
         prompt, others = max(1, min(room.prompt, left - later)), min(room.n - 1, more)
-        blocks.append(Block(prompt, 1 + others))
+        blocks.append(Block(prompt, 1 + others, room.response))
         left, more = left - prompt, more - others
     return blocks
 
 
-def tokens_of(blocks: list[Block], response: int) -> int:
+def tokens_of(blocks: list[Block]) -> int:
     """That are fed."""
-    return sum(block.prompt + block.samples * (response - 1) for block in blocks)
+    return sum(block.prompt + block.samples * (block.response - 1) for block in blocks)
 
 
 def more_keys_of(blocks: list[Block]) -> int:

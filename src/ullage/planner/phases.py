@@ -84,10 +84,9 @@ class Layout:
         return [self._pass(blocks, rank) for blocks in passes.worst_mixes(self.room(limit))]
 
     def _pass(self, blocks: list[Block], rank: int) -> Pass:
-        response = self.config.data.max_response_length
         whole = Pass(
-            tokens=passes.tokens_of(blocks, response),
-            positions=sum(block.samples for block in blocks) * response,
+            tokens=passes.tokens_of(blocks),
+            positions=sum(block.samples * block.response for block in blocks),
             width=self.width,
             compiled=self.config.memory.compile,
             rank=rank,

@@ -190,13 +190,13 @@ class Rehearsal:
         return found
 
     def _of_blocks(self, prompts: list[Prompt], blocks: list[Block]) -> tuple[list[Prompt], list[Sample]]:
-        length = self.config.data.max_response_length
         shorter = [
             replace(prompt, token_ids=prompt.token_ids[: block.prompt])
             for prompt, block in zip(prompts, blocks, strict=False)
         ]
-        samples = [_longest(group, i, length) for group, block in enumerate(blocks) for i in range(block.samples)]
-        return shorter, samples
+        return shorter, [
+            _longest(group, i, block.response) for group, block in enumerate(blocks) for i in range(block.samples)
+        ]
 
     def _two_micro_batches(self, samples: list[Sample]) -> list[Sample]:
         """Those of the two fullest micro-batches of every role: the others need no more, and there may be many."""
