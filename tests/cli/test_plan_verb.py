@@ -351,3 +351,21 @@ def test_it_says_what_it_plans(capsys):
         "prompt_tokens": 512,
         "response_tokens": 512,
     }
+
+
+def test_an_algorithm_that_no_run_would_know_is_not_planned(capsys):
+    assert main.main(["plan", "8B", "--gpu", "h200", "algorithm.name=pppo"]) == 78
+    assert "algorithm.name = 'pppo': unknown; did you mean ppo?" in capsys.readouterr().err
+
+
+def test_a_folder_is_no_page(tmp_path, capsys):
+    assert main.main(["plan", "8B", "--gpu", "h200", "--html", str(tmp_path)]) == 74
+    assert f"cannot write {tmp_path}: it is a folder" in capsys.readouterr().err
+
+
+def test_long_answers_are_drawn_few_at_once(capsys):
+    words = ["plan", "8B", "--gpu", "h100", "--json", "data.max_response_length=131072"]
+    assert main.main(words) == 0
+    made = json.loads(capsys.readouterr().out)
+    assert made["fits"]
+    assert made["chosen"]["actor_rollout_ref.rollout.max_num_seqs"]["value"] == 2

@@ -258,3 +258,10 @@ def test_what_a_run_needs():
 def test_supervised_training_has_no_samples(override):
     with pytest.raises(ConfigError, match=f"{override.split('=')[0]} = .*: supervised training samples nothing"):
         load_mapping({}, ["algorithm=sft", override])
+
+
+def test_a_cache_holds_at_least_one_sequence():
+    lengths = ["data.max_prompt_length=100", "data.max_response_length=28"]
+    require_runnable(load_mapping(RUNNABLE, [*lengths, f"{ARR}rollout.kv_cache_tokens=128"]).config)
+    with pytest.raises(ConfigError, match=r"kv_cache_tokens = 127: must hold one whole sequence: .* = 128;"):
+        require_runnable(load_mapping(RUNNABLE, [*lengths, f"{ARR}rollout.kv_cache_tokens=127"]).config)

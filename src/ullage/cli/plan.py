@@ -57,10 +57,12 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace, overrides: list[str]) -> int:
+    from ullage.config.check import require_known_algorithm
     from ullage.planner.model_shape import find_shape
     from ullage.planner.plan import plan
 
     model, config = _given(arguments.model, overrides)
+    require_known_algorithm(config)
     machine = _machine(arguments, config)
     traced = _traced(model, config, machine) if arguments.trace else None
     made = traced.plan if traced else plan(find_shape(model), config, machine)

@@ -22,6 +22,7 @@ REJECTION_RULES = (
     "seq_mean_k3", "seq_max_k2", "seq_max_k3",
 )  # fmt: skip
 """What algorithm.rollout_correction.rollout_rs may name; their maths is in maths/correction.py."""
+_REMEDY = "set these keys, in the file or as key=value"
 SUPERVISED = "sft"
 """The algorithm that learns from given answers and needs no reward."""
 _UNGROUPED = ("ppo", "reinforce_plus_plus", "remax", "sft")
@@ -351,4 +352,14 @@ def require_runnable(config: Config) -> None:
     if config.reward_model.enable and not config.reward_model.model.path:
         rule = "no reward model; give a folder or a Hub id of a sequence classifier with one label"
         missing.append(Problem("reward_model.model.path", "", rule))
-    raise_if_any([*missing, *not_yet(config)], "the config", "set these keys, in the file or as key=value")
+    cache, data = config.actor_rollout_ref.rollout.kv_cache_tokens, config.data
+    longest = data.max_prompt_length + data.max_response_length
+    if cache != "auto" and cache < longest:
+        rule = f"must hold one whole sequence: max_prompt_length + max_response_length = {longest}; or set it to auto"
+        missing.append(Problem(_ROLLOUT + "kv_cache_tokens", cache, rule))
+    raise_if_any([*missing, *not_yet(config)], "the config", _REMEDY)
+
+
+def require_known_algorithm(config: Config) -> None:
+    """Raise ConfigError where a run would not know what to learn by."""
+    raise_if_any([*_methods_not_yet(config)], "the config", _REMEDY)

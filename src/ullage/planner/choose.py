@@ -39,6 +39,8 @@ SHARES = (0.2, 0.36, 0.6)
 """Of the layers, whose activations leave where nothing is recomputed: PCIe hides about a quarter of them."""
 MOST_TOKENS = 32768
 SLOTS = (8, 16, 32, 64, 128, 256)
+FEW_SLOTS, LONG = (1, 2, 4), 16384
+"""Fewer, where sequences may have so many tokens that the cache of eight may be too large."""
 DECODING = ("rollout", "eval")
 """Phases that depend on slots."""
 NO_SCALE: Mapping[str, float] = {}
@@ -208,7 +210,8 @@ class Space:
         """Up to one for each sample."""
         data, n = self.base.config.data, self.base.config.actor_rollout_ref.rollout.n
         samples = -(-data.train_batch_size // self.base.sharding.data) * n
-        below = tuple(count for count in SLOTS if count < samples)
+        counts = (*FEW_SLOTS, *SLOTS) if self.base.longest >= LONG else SLOTS
+        below = tuple(count for count in counts if count < samples)
         return (*below, samples) if samples <= SLOTS[-1] else below
 
     @cached_property

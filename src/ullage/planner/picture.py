@@ -335,6 +335,8 @@ def write_html(made: Plan, path: Path) -> None:
 
 def _write(path: Path, content: bytes) -> None:
     """Beside the file, then in its place: never a part of a picture."""
+    if path.is_dir():
+        raise WriteError(f"cannot write {path}: it is a folder", "name a file")
     aside = path.with_name(f".{path.name}.{os.getpid()}.tmp")
     try:
         aside.write_bytes(content)
