@@ -369,3 +369,9 @@ def test_long_answers_are_drawn_few_at_once(capsys):
     made = json.loads(capsys.readouterr().out)
     assert made["fits"]
     assert made["chosen"]["actor_rollout_ref.rollout.max_num_seqs"]["value"] == 2
+
+
+def test_a_gpu_without_a_number_is_as_many_as_the_config_has(capsys):
+    for name, ranks, said in (("h100", 8, "8x H100"), ("h100 x2", 8, "2x H100"), ("h100", 1, "on H100")):
+        assert main.main(["plan", "8B", "--gpu", name, f"trainer.n_gpus_per_node={ranks}"]) == 0
+        assert said in capsys.readouterr().out.splitlines()[0]

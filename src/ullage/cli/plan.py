@@ -94,7 +94,8 @@ def _machine(arguments: argparse.Namespace, config: Config) -> Machine | None:
     named = arguments.gpu is not None
     if arguments.nodes != 1 and not named:
         raise UsageError("--nodes needs --gpu", "say what kind of GPU, such as --gpu 'h100 x8'")
-    machine = parse_machine(arguments.gpu, arguments.nodes) if named else budget_machine(config)
+    ranks = config.trainer.n_gpus_per_node
+    machine = parse_machine(arguments.gpu, arguments.nodes, count=ranks) if named else budget_machine(config)
     if machine is not None:
         return replace(machine, host_bytes=parse_size(arguments.ram)) if arguments.ram else machine
     for option in ("check", "ram"):

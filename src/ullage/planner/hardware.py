@@ -152,14 +152,17 @@ def sources_of(gpu: GPU) -> dict[str, tuple[float, str]]:
     }
 
 
-def parse_machine(text: str, nodes: int = 1) -> Machine:
-    """`h200`, `4090 x2`, `8xH100`, `2x24GiB`, or the name of a cloud instance such as `p5.48xlarge`."""
+def parse_machine(text: str, nodes: int = 1, *, count: int = 1) -> Machine:
+    """`h200`, `4090 x2`, `8xH100`, `2x24GiB`, or the name of a cloud instance such as `p5.48xlarge`.
+
+    A name without a number stands for `count` GPUs.
+    """
     if nodes < 1:
         raise UsageError(f"{nodes} nodes", "give 1 or more")
     for instance in instances():
         if text.strip().lower() == instance.name.lower():
             return replace(instance.machine, nodes=nodes)
-    name, count = _split(text)
+    name, count = _split(text, count)
     if count < 1:
         raise UsageError(f"{text!r}: {count} GPUs", "give 1 or more")
     return Machine(gpu=find_gpu(name), count=count, nodes=nodes)
@@ -173,12 +176,12 @@ def parse_size(text: str) -> int:
     return size
 
 
-def _split(text: str) -> tuple[str, int]:
+def _split(text: str, without: int) -> tuple[str, int]:
     """The GPU and how many. `2x4090` and `4090x2` are told apart by which end is a GPU; `RTX 4090` has no count."""
     words = text.strip()
     before = re.fullmatch(r"(\d{1,3})\s*[x*]\s*(\S.*)", words, re.IGNORECASE)
     after = re.fullmatch(r"(.*\S)\s*[x*]\s*(\d{1,3})", words, re.IGNORECASE)
-    readings = [(words, 1)]
+    readings = [(words, without)]
     readings += [(after[1], int(after[2]))] if after else []
     readings += [(before[2], int(before[1]))] if before else []
     for name, count in readings:
