@@ -173,6 +173,8 @@ def test_the_summary_of_two_rows():
     assert phases["trace", "rollout"]["within"] == 2
     host = next(row for row in found["memory"] if row["memory"] == "host, trace")
     assert host["worst_percent"] == round(100 * (-2 * GIB / (4 * GIB + PROCESS)), 3)
+    buffers = next(row for row in found["memory"] if row["memory"] == "host buffers, trace")
+    assert (buffers["n"], buffers["worst_percent"]) == (2, -50.0)
     (time,) = found["time"]  # of the one that ran alone
     assert (time["phase"], time["n"], time["bias_percent"]) == ("update", 1, -25.0)
     verdicts = {row["target"]: row["met"] for row in found["targets"]}

@@ -212,12 +212,13 @@ def phase_rows(ran: Sequence[Row]) -> list[dict[str, Any]]:
 
 def other_memory(ran: Sequence[Row]) -> list[dict[str, Any]]:
     """Errors of what is not the allocated peak: the least capacity against what was reserved, the whole device, and
-    the process's host memory."""
+    host memory: of the process, and of its large buffers against all that it grew by, CUDA's libraries included."""
     kinds: dict[str, Callable[[Row, Row], tuple[int, int]]] = {
         "reserved, least capacity by trace": lambda p, m: (p["least_bytes"], m["reserved_bytes"]),
         "device, with the CUDA context": lambda p, m: (p["least_bytes"] + CONTEXT, m["device_bytes"]),
         HOST: lambda p, m: (p["host_bytes"] + PROCESS, m["host_bytes"]),
         "host, closed form": lambda p, m: (p["closed_form_host_bytes"], m["host_bytes"]),
+        "host buffers, trace": lambda p, m: (p["host_bytes"], m["host_bytes"] - m["host_before_bytes"]),
     }
     found = []
     for kind, pair in kinds.items():
