@@ -14,6 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from ullage.base.garbage import settled_garbage
 from ullage.base.seeds import derive
 from ullage.bench.clock import free, synchronize
 from ullage.bench.peers import trl_trainer, twin
@@ -126,7 +127,8 @@ def measured(
     warm = PEERS_WARM_CALLS if work.peer else WARM_CALLS
     for turn in range(warm + 1):
         for name, draw in contenders.items():
-            times[name], peaks[name], found[name] = contest.timed(draw)
+            with settled_garbage():  # as in a run; for all of them
+                times[name], peaks[name], found[name] = contest.timed(draw)
             caches[name] = contest.cache_bytes
             say(f"{work.shape}, {contest.text}: {name}, call {turn + 1}: {times[name]:.2f} s")
     first, _, _ = contest.timed(contest.first_tokens)

@@ -18,6 +18,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedTokenizerFast, TrainerCallback
 
+from ullage.base.garbage import settled_garbage
 from ullage.bench.budget import planned
 from ullage.bench.clock import free, synchronize
 from ullage.bench.fit import Phases, capped
@@ -123,6 +124,7 @@ def our_row(
     return row
 
 
+@settled_garbage()
 def our_steps(race: Race, target: Target, config: Config) -> tuple[list[float], Phases]:
     """Seconds of every step, and what its phases took."""
     phases = Phases(target)
@@ -193,7 +195,8 @@ def trl_steps(race: Race, target: Target, *, wide: bool) -> tuple[list[float], i
         )
         if target.kind == "cuda":
             torch.cuda.reset_peak_memory_stats(target.device)
-        with contextlib.redirect_stdout(io.StringIO()):  # it prints a summary, and stdout is for results
+        # It prints a summary, and stdout is for results. Garbage is treated as in our own runs.
+        with contextlib.redirect_stdout(io.StringIO()), settled_garbage():
             trainer.train()
     peak = torch.cuda.max_memory_allocated(target.device) if target.kind == "cuda" else 0
     return clock.seconds, int(peak)

@@ -21,6 +21,7 @@ from starlette.types import ASGIApp, Receive, Scope, Send
 from uvicorn.server import HANDLED_SIGNALS
 
 from ullage.base.errors import UllageError
+from ullage.base.garbage import settled_garbage
 from ullage.serve.answer import Answer, Order, Piece
 from ullage.serve.guard import Guard
 from ullage.serve.reply import Object, Reply, reply_to
@@ -223,6 +224,7 @@ class _Server(uvicorn.Server):
         super().handle_exit(sig, frame)
 
 
+@settled_garbage()
 def serve(service: Service, guard: Guard, listener: socket.socket, log: Log, on_ready: Callable[[], None]) -> int:
     """Serve until a signal, which is returned; raises what broke the engine. The worker is closed either way."""
     received: list[int] = []

@@ -8,6 +8,7 @@ from torch import Tensor
 
 from ullage.algorithms import Algorithm
 from ullage.base.communicator import Communicator
+from ullage.base.garbage import settled_garbage
 from ullage.batch.stages import Experience
 from ullage.config.tree import Config
 from ullage.engine.optimizer import learning_rate
@@ -66,6 +67,7 @@ class Trainer:
         self.ranks = ranks
         self.stop = stop
 
+    @settled_garbage()
     def train(self) -> None:
         """Run until the last step, saving and evaluating on the way; leaves the trained model in `final/`."""
         if self.keeper.step == 0 and self.keeper.evaluated is None and self.config.trainer.val_before_train:
