@@ -1,11 +1,13 @@
 """Many steps in a row, and steps whose passes are too large, in their small form."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
 
-from ullage.bench.endurance import MIB, Held, endurance, summary
+from ullage.bench.endurance import CASES, MIB, Held, endurance, planned_peak, summary
+from ullage.bench.fit import case_config
 from ullage.bench.replay import replay
 from ullage.cli.main import main
 from ullage.model.target import Target
@@ -28,6 +30,33 @@ def test_samples_of_many_lengths_are_trained_on():
     assert [row["steps"] for row in rows] == [2, 4, 5]
     assert rows[-1]["samples"] == 5 * 16
     assert (rows[-1]["shortest"], rows[-1]["longest"]) == (1, 8)
+
+
+def test_the_planned_peak_is_claimed_before_growth_is_counted(monkeypatch):
+    order = []
+
+    def claim(target, planned):
+        order.append(planned)
+        return len(order) > 2
+
+    def held(target, peak):
+        order.append("held")
+        return Held(0, 0, 0, peak)
+
+    monkeypatch.setattr("ullage.bench.endurance.claim", claim)
+    monkeypatch.setattr("ullage.bench.endurance.held", held)
+    said = []
+    rows = list(endurance(CPU, steps=4, every=3, say=said.append))
+    planned = order[1]
+    assert order == ["held", planned, "held", planned, "held", planned, "held"]
+    assert [row["planned_mib"] for row in rows] == [round(planned / MIB, 2)] * 2
+    assert said[1] == f"step 2: the device does not have the {planned / MIB:.1f} MiB that were planned"
+
+
+def test_the_planned_peak_is_above_what_two_hundred_steps_needed():
+    case = CASES["cuda"]
+    planned = planned_peak(SimpleNamespace(case=case, config=case_config(case)))
+    assert 8506 < planned / MIB < 1.05 * 8506  # MiB, on an H200
 
 
 def test_a_training_that_runs_out_of_memory_finishes_in_smaller_passes():

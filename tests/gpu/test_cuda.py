@@ -1,6 +1,9 @@
 """The same program on a CUDA device: packed varlen attention, the paged engine, a training run. Run: make gpu."""
 
 import json
+import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -101,3 +104,52 @@ def test_training_runs_and_resumes_in_bfloat16(tiny_model, tmp_path: Path, capfd
     assert update["components"]["master"] == weights  # four bytes against two, of the actor and of the reference
     assert update["components"]["optimizer"] == 2 * weights
     assert update["allocated_peak_bytes"] == sum(update["components"].values())
+
+
+CLAIM = """
+import torch
+from ullage.engine.claim import MIB, claim
+from ullage.model.target import find_target
+
+target = find_target("cuda", 0)
+
+def held():
+    return torch.cuda.memory_allocated(), torch.cuda.memory_reserved()
+
+def take(mib):
+    return torch.empty(mib * MIB, dtype=torch.uint8, device="cuda")
+
+kept = [take(100)]
+passing = [take(30), take(50)]
+kept.append(take(20))  # behind what goes: there are gaps
+del passing
+before = held()
+there = [claim(target, 1000 * MIB)]
+claimed = held()
+passing = [take(mib) for mib in (7, 400, 13, 260, 199, 1)]
+full = held()
+del passing
+there.append(claim(target, 1000 * MIB))
+torch.cuda.set_per_process_memory_fraction(2000 * MIB / target.memory_bytes)
+there.append(claim(target, 3000 * MIB))
+there.append(claim(target, 1000 * MIB))
+print(*before, *claimed, *full, *map(int, there))
+"""
+
+
+@pytest.mark.parametrize("expandable", [True, False])
+def test_a_planned_peak_is_reserved_before_it_is_needed(expandable):
+    # A fresh process: torch reads its allocator's settings once.
+    settings = {"PYTORCH_ALLOC_CONF": f"expandable_segments:{expandable}"}
+    command = [sys.executable, "-c", CLAIM]
+    out = subprocess.run(command, env=os.environ | settings, capture_output=True, text=True, check=True).stdout
+    allocated, reserved, allocated_after, claimed, _, full, *there = (int(word) for word in out.split())
+    mib = 1 << 20
+    assert allocated == allocated_after == 120 * mib
+    if expandable:
+        assert reserved < 1000 * mib <= claimed <= 1200 * mib
+        assert full == claimed
+        assert there == [1, 1, 0, 1]
+    else:
+        assert claimed == reserved
+        assert there == [1, 1, 1, 1]

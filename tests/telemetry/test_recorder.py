@@ -225,6 +225,18 @@ def test_what_was_planned_is_beside_what_was_measured(parts):
     assert recorder.peaks == {"rollout": 800, "update": 900}
 
 
+def test_who_listens_hears_of_steps_that_ended_well(parts):
+    directory, _, _, _, recorder = parts
+    heard = []
+    recorder.on_step = lambda: heard.append((recorder.current_phase, len(lines(directory.metrics))))
+    recorder.evaluation(0, {"eval/mean": 0.5})  # a line, but no step
+    for step in (1, 2, 3):
+        with suppress(MemoryError), recorder.step(step), recorder.phase("update"):
+            if step == 2:
+                raise MemoryError
+    assert heard == [(None, 2), (None, 3)]
+
+
 def test_a_broken_view_is_dropped_and_the_others_go_on(parts):
     directory, _, _, watcher, recorder = parts
     broken = Broken()

@@ -10,7 +10,11 @@ import torch
 
 from ullage.bench.clock import free, synchronize
 from ullage.bench.fit import Case, Training
+from ullage.bench.shapes import shape_config
+from ullage.engine.claim import claim
 from ullage.model.target import Target
+from ullage.planner.model_shape import Shape
+from ullage.planner.phases import Layout
 
 MIB = 1 << 20
 SETTLED = (2, 10)
@@ -60,17 +64,26 @@ def endurance(
     """A row after every so many steps and after the last, each about all steps until then."""
     free(target)
     training = Training(CASES[target.kind], target)
+    planned = planned_peak(training)
     history: list[Held] = []
     lengths: list[int] = []
     for step in range(1, steps + 1):
         lengths += [len(sample.token_ids) for sample in training.step(step)]
+        if step >= SETTLED[0] and not claim(target, planned):  # as a run does
+            say(f"step {step}: the device does not have the {planned / MIB:.1f} MiB that were planned")
         history.append(held(target, max(training.phases.peaks.values())))
         if step % every == 0 or step == steps:
             counts = {"shape": training.case.shape, "samples": len(lengths), "replays": len(training.lines)}
             spread = {"shortest": min(lengths), "longest": max(lengths)}
-            yield counts | spread | summary(history)
+            yield counts | spread | {"planned_mib": round(planned / MIB, 2)} | summary(history)
         elif step <= SETTLED[-1] or step % 10 == 0:
             say(f"step {step}: " + ", ".join(f"{k} {v / MIB:.1f} MiB" for k, v in history[-1]._asdict().items()))
+
+
+def planned_peak(training: Training) -> int:
+    """Bytes that the fullest micro-batch has allocated, by closed forms."""
+    shape = Shape.from_config(shape_config(training.case.shape).to_dict())
+    return max(phase.allocated_bytes for phase in Layout(shape, training.config).phases())
 
 
 def held(target: Target, peak: int) -> Held:

@@ -70,7 +70,7 @@ def surroundings(
     from ullage.run.comparison import compare
     from ullage.run.machine import enforce_budget
     from ullage.run.planning import plan_together
-    from ullage.run.surroundings import Surroundings, make_ahead, make_replays
+    from ullage.run.surroundings import Surroundings, claim_when_settled, make_ahead, make_replays
 
     config = load_config(directory.resolved).config
     target = find_target(config.trainer.device, rank)
@@ -93,6 +93,7 @@ def surroundings(
     torch.manual_seed(config.trainer.seed)
     recorder.planned = planned.bytes
     ahead = make_ahead(target, planned, recorder)
+    claim_when_settled(target, planned, recorder, ranks)
     if rank == 0:
         closing.callback(compare, planned, recorder, directory, target, ahead.brought)
     stop.current_phase = lambda: recorder.current_phase

@@ -5,11 +5,14 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import ExitStack
 from dataclasses import dataclass
+from itertools import count
 from pathlib import Path
 
 from ullage.base.communicator import Communicator, Solo
+from ullage.base.units import bytes_text
 from ullage.config.settle import plainly
 from ullage.config.tree import Config
+from ullage.engine.claim import claim
 from ullage.engine.measure import MemoryProbe
 from ullage.engine.parking import Ahead
 from ullage.engine.replay import Replays
@@ -21,6 +24,9 @@ from ullage.telemetry.run_directory import RunDirectory
 from ullage.telemetry.view import View
 from ullage.telemetry.writer import MetricsWriter, SilentWriter
 from ullage.trainer.stop import Stop
+
+SETTLED = 2
+"""Steps after which a process holds everything that stays: workspaces, captured graphs, the optimizer's state."""
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -78,6 +84,30 @@ def make_ahead(target: Target, planned: Planned, recorder: Recorder) -> Ahead:
     ahead = Ahead(room)
     recorder.on_phase = ahead.enter
     return ahead
+
+
+def claim_when_settled(target: Target, planned: Planned, recorder: Recorder, ranks: Communicator) -> None:
+    """From its second step on a process holds what the plan counts on; where it cannot, it says so and goes on."""
+    if not planned.bytes:
+        return
+    phase, most = max(planned.bytes.items(), key=lambda item: item[1])
+    replay = planned.config.memory.replay
+    then = "and phases that run out of it are repeated in smaller passes" if replay else "until a phase runs out of it"
+    steps = count(1)
+
+    def stepped() -> None:
+        if (step := next(steps)) < SETTLED:
+            return
+        held = claim(target, most)
+        for rank, there in enumerate(ranks.gather(held)) if step == SETTLED else [(ranks.rank, held)]:
+            if not there:
+                who = "" if rank == ranks.rank else f"rank {rank}: "
+                sizes = f"{bytes_text(most)} of memory, which the device no longer has"
+                recorder.event(f"{who}{phase} was planned with {sizes}: the run goes on, {then}")
+        if not held:
+            recorder.on_step = lambda: None
+
+    recorder.on_step = stepped
 
 
 def make_replays(config: Config, recorder: Recorder, *, factor: int = 2) -> Replays:

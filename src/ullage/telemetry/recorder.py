@@ -61,6 +61,8 @@ class Recorder:
         """The most that each phase has allocated so far."""
         self.on_phase: Callable[[str | None], None] = lambda name: None
         """Hears which phase begins, or goes on; None: what is between phases."""
+        self.on_step: Callable[[], None] = lambda: None
+        """Hears that a step has ended, and ended well."""
         self._writer = writer
         self._views = list(views)
         self._memory = memory
@@ -93,6 +95,7 @@ class Recorder:
             yield self.record
             self._add({"time/step": self._clock() - self._ledger.started})
             self._write_line(step)
+            self.on_step()
         finally:
             self._in_step = False
             self._ledger = _Ledger(self._clock())
