@@ -52,16 +52,19 @@ def test_the_kv_cache_has_a_page_more_for_each_slot_and_may_lie_in_the_gradients
 def test_what_a_layer_saves():
     token = Pass(tokens=1, positions=1)
     assert c.saved_by_layer(SEVEN, token) == 16 * 3584 + 4 * 3584 + 4 * 512 + 8 * 18944 + 4 * 28 + 8 == 225_400
-    assert c.saved_by_layer(SEVEN, Pass(tokens=1, positions=1, compiled=True)) == 158_840
+    assert c.saved_by_layer(SEVEN, Pass(tokens=1, positions=1, compiled=True)) == 225_400 - 8 * 3584 - 4 * 18944
     assert c.saved_by_layer(SEVEN, Pass(tokens=1, positions=1, rank=16)) == 225_400 - 4 * 3584 + 14 * 16
     assert c.kept_by_recompute(SEVEN, token, matmuls=False) == 7168
-    assert c.kept_by_recompute(SEVEN, token, matmuls=True) == 7168 + 4 * 3584 + 4 * 512 + 112 + 4 * 3584 + 4 * 18944
+    # With `matmuls`: inputs of two norms, queries, keys, values, attention's result and normalisers, gate and up.
+    assert c.kept_by_recompute(SEVEN, token, matmuls=True) == 2 * 2 * 3584 + 4 * 3584 + 4 * 512 + 112 + 4 * 18944
 
 
 def test_norms_of_queries_and_keys_are_saved_too():
     eight, token = find_shape("Qwen3-8B"), Pass(tokens=1, positions=1)
     plain = 16 * 4096 + 4 * 4096 + 4 * 1024 + 8 * 12288 + 4 * 32 + 8
     assert c.saved_by_layer(eight, token) == plain + 6 * (4096 + 1024)
+    products = 4 * 4096 + 4 * 4096 + 4 * 1024 + 4 * 12288 + 4 * 32
+    assert c.kept_by_recompute(eight, token, matmuls=True) == products + 2 * (4096 + 1024)
 
 
 def test_activations_count_layers_kept_recomputed_and_away():
@@ -73,11 +76,10 @@ def test_activations_count_layers_kept_recomputed_and_away():
     assert c.activations(SEVEN, a, recomputed=14, matmuls=False, leaving=0).bytes == 14_000 * (7168 + 225_400)
 
 
-def test_adapted_layers_keep_the_results_of_both_products_and_the_thin_one():
-    token = Pass(tokens=1, positions=1, rank=16)
-    products = 2 * (3584 + 512 + 512 + 3584 + 18944 + 18944 + 3584)
-    kept = 7168 + 2 * 3584 + 4 * 28 + 2 * products + 7 * 2 * 16
-    assert c.kept_by_recompute(SEVEN, token, matmuls=True) == kept
+def test_adapted_layers_keep_thin_results_too():
+    plain, token = Pass(tokens=1, positions=1), Pass(tokens=1, positions=1, rank=16)
+    kept = c.kept_by_recompute(SEVEN, plain, matmuls=True)
+    assert c.kept_by_recompute(SEVEN, token, matmuls=True) == kept + 7 * 2 * 16
     assert c.kept_by_recompute(SEVEN, token, matmuls=False) == 7168
 
 
@@ -197,3 +199,15 @@ def test_their_supervised_rows_hold_every_logit_five_times(tokens, measured):
     inputs = c.activations(shape, a, recomputed=shape.layers, matmuls=False, leaving=0).bytes
     total = 16 * shape.parameters + 2 * shape.table + inputs + 18 * tokens * shape.vocabulary
     assert total / GIB == pytest.approx(measured, rel=0.05), PRIME_RL
+
+
+def test_layers_of_other_makes_keep_more():
+    other, token = replace(SEVEN, gated=False), Pass(tokens=1, positions=1)
+    assert c.saved_by_layer(other, token) == 225_400
+    compiled = Pass(tokens=1, positions=1, compiled=True)
+    assert c.saved_by_layer(other, compiled) == c.saved_by_layer(SEVEN, compiled) + 2 * 18944
+    products = 2 * (3584 + 512 + 512 + 3584 + 18944 + 18944 + 3584)
+    kept = 7168 + products + 2 * 3584 + 4 * 28
+    assert c.kept_by_recompute(other, token, matmuls=True) == kept
+    adapted = Pass(tokens=1, positions=1, rank=16)
+    assert c.kept_by_recompute(other, adapted, matmuls=True) == kept + products + 7 * 2 * 16

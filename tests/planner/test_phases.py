@@ -36,9 +36,8 @@ LORA = FIT | {
 }
 BEFORE_GRAPHS = c.WORKSPACE
 """Whole steps were measured before the engine captured its steps on a queue of their own."""
-FULLEST, EVEN = 8177, 7721
-"""Tokens of the larger of two micro-batches of 15,396: as the rows of kept activations show, and as `pack` fills them
-since, evenly."""
+EVEN = 7721
+"""Tokens of the larger of two micro-batches of 15,396, which `pack` fills evenly."""
 NORMS = 16 / 2**14
 """Bytes for each gradient while their norm is taken: of rows of 2**14, in float32, together, and in float64."""
 
@@ -114,8 +113,8 @@ def update_and_step(row, fullest):
     "row", rows("speed") + rows("activations"), ids=lambda row: f"{row['shape']} {row['settings']}"
 )
 def test_updates_with_every_treatment_of_activations_are_predicted(row):
-    update, _ = update_and_step(row, FULLEST)  # steps made copies of a piece then
-    assert update / GIB == pytest.approx(row["peak_gib"], rel=0.002)
+    update, _ = update_and_step(row, EVEN)
+    assert update / GIB == pytest.approx(row["peak_gib"], rel=0.0005)
 
 
 @pytest.mark.parametrize("row", rows("levers") + rows("state_again"), ids=lambda row: f"{row['shape']} {row['lever']}")

@@ -333,8 +333,8 @@ class Memory(Section):
     offload_roles: bool | Literal["auto"] = "auto"
     """Reference, critic and reward model wait in host memory while no phase uses them."""
     recompute: Literal["auto", "none", "full", "matmuls"] | float = "auto"
-    """Layers that forget their activations and run again in the backward pass: none, full, matmuls (all but matrix
-    products), or a share of the layers between 0 and 1."""
+    """Layers that forget their activations and run again in the backward pass: none, full, matmuls (only what is cheap:
+    norms, activations, gated products), or a share of the layers between 0 and 1."""
     activation_offload: Literal["auto", "none", "sync", "async"] = "auto"
     """Saved activations wait in host memory for the backward pass; async copies beside the computation."""
     activation_groups: PositiveInt | None = None

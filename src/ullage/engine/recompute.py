@@ -9,7 +9,9 @@ from typing import Any, Literal
 import torch
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from ullage.engine.gated import gated_mlp
 from ullage.engine.offload import OffloadedForward
+from ullage.engine.remake import RemadeForward
 from ullage.model.lora import AdaptedLinear
 
 Keep = Literal["nothing", "matmuls"]
@@ -43,9 +45,22 @@ def recompute_layers(layers: Sequence[torch.nn.Module], *, share: float = 1.0, k
     for index, layer in enumerate(layers):
         # Offload stays outermost, whichever came first: it moves the inputs that a recomputed layer keeps.
         holder = layer.forward if isinstance(layer.forward, OffloadedForward) else layer
-        plain = holder.forward.plain if isinstance(holder.forward, _RecomputedForward) else holder.forward
+        plain = _plain(holder.forward)
         chosen = (index + 1) * count // len(layers) > index * count // len(layers)
-        holder.forward = _RecomputedForward(plain, keep, layer) if chosen else plain
+        holder.forward = _recomputed(plain, keep, layer) if chosen else plain
+
+
+def _plain(forward: Callable[..., Any]) -> Callable[..., Any]:
+    if isinstance(forward, RemadeForward):
+        return forward.undo()
+    return forward.plain if isinstance(forward, _RecomputedForward) else forward
+
+
+def _recomputed(plain: Callable[..., Any], keep: Keep, layer: torch.nn.Module) -> Callable[..., Any]:
+    """Which operators a layer has is known of common ones only; in others each operator is asked for as it runs."""
+    if keep == "matmuls" and gated_mlp(layer) is not None:
+        return RemadeForward(plain, layer)
+    return _RecomputedForward(plain, keep, layer)
 
 
 class _RecomputedForward:

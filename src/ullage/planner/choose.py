@@ -34,9 +34,9 @@ from ullage.planner.seconds import (
 from ullage.planner.sharding import Sharding
 from ullage.planner.work import Work
 
-RECOMPUTED: tuple[object, ...] = ("none", 0.25, 0.5, 0.75, "full")
+RECOMPUTED: tuple[object, ...] = ("none", "matmuls", 0.25, 0.5, 0.75, "full")
 SHARES = (0.2, 0.36, 0.6)
-"""Of the layers, whose activations leave where nothing is recomputed: PCIe hides about a quarter of them."""
+"""Of the layers, whose activations leave where none runs again as a whole: PCIe hides about a third of them."""
 MOST_TOKENS = 32768
 SLOTS = (8, 16, 32, 64, 128, 256)
 FEW_SLOTS, LONG = (1, 2, 4), 16384
@@ -235,11 +235,13 @@ class Space:
 
     def _layers(self) -> Iterator[tuple[object, str, float]]:
         """What becomes of activations. Where some layers run again, what leaves is a mixture that no form describes."""
-        for recompute in self._options("recompute", *RECOMPUTED):
+        # Compiled layers make what is cheap again in any case.
+        remade = self.base.shape.remakes and not self.base.config.memory.compile
+        for recompute in self._options("recompute", *(r for r in RECOMPUTED if remade or r != "matmuls")):
             for offload in self._options("activation_offload", "none", "async"):
                 if offload == "none":
                     yield recompute, offload, self._options("activation_share", 1.0)[0]
-                elif recompute in ("none", "full") or self._given["activation_offload"] != AUTO:
+                elif recompute in ("none", "matmuls", "full") or self._given["activation_offload"] != AUTO:
                     shares = (1.0,) if recompute == "full" else SHARES
                     yield from ((recompute, offload, share) for share in self._options("activation_share", *shares))
 

@@ -202,8 +202,8 @@ def saved_by_layer(shape: Shape, a: Pass) -> float:
     Eager: T (16 h + 4 q + 4 k + 8 i + 4 n + 8): two norms with a float32 copy each, queries, keys, values, output and
     its normalisers, and four tensors of the MLP's width (facts of a trace, exact to 0.05 %). Two frozen norms keep
     4 h less; norms of queries and keys add 6 (q + k), frozen 4. Keys and values that several samples share are gathered
-    for each of them and kept so (model/attention.py): 4 k for each such token. Compiled: T (8 h + 4 q + 4 k + 6 i +
-    4 n + 8), fitted to update_h200_speed.json within 0.4 %. By traces of transformers' layers
+    for each of them and kept so (model/attention.py): 4 k for each such token. Compiled: T (8 h + 4 q + 4 k + 4 i +
+    4 n + 8), update_h200_speed.json within 0.1 %, or 6 i with the gated product. By traces of transformers' layers
     (tests/run/test_sharded_trace.py): latent attention adds 8 B for each compressed number and its expanded keys and
     values; experts add 4 h for each that a token goes through (sent there, and coming back) and 6 E + 34 K of routing.
     """
@@ -212,9 +212,10 @@ def saved_by_layer(shape: Shape, a: Pass) -> float:
     norms = 8 * h if a.compiled else (12 if a.rank else 16) * h
     if shape.qk_norm and not a.compiled:
         norms += (4 if a.rank else 6) * (shape.query + shape.keys)
+    wide = (4 if shape.remakes else 6) if a.compiled else 8
     if shape.kv_lora_rank:
         attention += 8 * (shape.kv_lora_rank + shape.q_lora_rank) + 8 + 4 * shape.values
-    per_token = norms + attention + (6 if a.compiled else 8) * mlp_width(shape) + 8 + 14 * a.rank
+    per_token = norms + attention + wide * mlp_width(shape) + 8 + 14 * a.rank
     if shape.experts:
         per_token += 6 * shape.experts + shape.experts_per_token * (4 * h + 34)
     gathered = a.more_keys * 2 * (shape.keys + shape.kv_heads * shape.head_size)
@@ -229,17 +230,23 @@ def mlp_width(shape: Shape) -> int:
 
 
 def kept_by_recompute(shape: Shape, a: Pass, *, matmuls: bool) -> float:
-    """A layer that runs again keeps its input, T x h; with `matmuls` also the results of matrix products.
+    """A layer that runs again keeps its input, T x h; with `matmuls` all but what is cheap to make again.
 
-    Those are attention's, with its normalisers, and one of each linear layer; of an adapted one three: its own, the
-    adapter's and the thin one between.
+    That is what `saved_by_layer` counts, less the insides and results of norms, whose inputs stay, and two of the four
+    tensors of the MLP's width (engine/remake.py). Layers of other makes keep the results of attention, with its
+    normalisers, and of each linear layer; of an adapted one three: its own, the adapter's and the thin one between.
     """
     h = shape.hidden
-    per_token = 2 * h
-    if matmuls:
+    if not matmuls:
+        return a.tokens * 2 * h * a.width / 2
+    if not shape.remakes:
         linear = 2 * (shape.query + shape.keys + shape.kv_heads * shape.head_size + 2 * h) + 4 * mlp_width(shape)
-        per_token += (2 * linear + 14 * a.rank if a.rank else linear) + 2 * shape.values + 4 * shape.heads
-    return a.tokens * per_token * a.width / 2
+        products = (2 * linear + 14 * a.rank if a.rank else linear) + 2 * shape.values + 4 * shape.heads
+        return a.tokens * (2 * h + products) * a.width / 2
+    remade = (8 if a.rank else 12) * h + 4 * mlp_width(shape) + 8
+    if shape.qk_norm:
+        remade += (2 if a.rank else 4) * (shape.query + shape.keys)
+    return saved_by_layer(shape, a) - a.tokens * remade * a.width / 2
 
 
 def activations(shape: Shape, a: Pass, *, recomputed: int, matmuls: bool, leaving: int) -> Term:

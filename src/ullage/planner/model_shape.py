@@ -21,6 +21,12 @@ QK_NORMS = ("qwen3", "qwen3_moe", "gemma3", "gemma3_text")
 BIASED = ("qwen2", "qwen2_moe")
 TIED = ("gemma", "gemma2", "gemma3", "gemma3_text")
 """Families whose config.json leaves out what is true of all of them."""
+REMADE = (
+    "cohere", "cohere2", "cwm", "ernie4_5", "exaone4", "gemma", "gemma2", "gemma3", "gemma3_text", "granite", "helium",
+    "hunyuan_v1_dense", "llama", "ministral", "ministral3", "mistral", "olmo", "olmo2", "olmo3", "qwen2", "qwen3",
+    "smollm3",
+)  # fmt: skip
+"""Model types all of whose layers have an MLP that `engine/gated.py` knows."""
 UNSUPPORTED = ("gpt2", "gpt_neox", "phi", "opt", "bloom", "falcon", "mpt", "starcoder2", "stablelm", "mamba", "t5")
 """Model types with layers of another make: two matrices in the MLP, norms with biases, no attention."""
 TUNED = re.compile(r"^meta-|-(instruct|base|it|pt|chat|hf)(?=-|$)")
@@ -62,6 +68,8 @@ class Shape:
     """Embedding and output head are one matrix."""
     attention_bias: bool = False
     qk_norm: bool = False
+    gated: bool = True
+    """Dense layers can make their gated product again (engine/gated.py)."""
     experts: int = 0
     experts_per_token: int = 0
     expert_mlp: int = 0
@@ -83,6 +91,11 @@ class Shape:
     """The same in layers with experts."""
     assumption: str = ""
     """What was guessed, where something was."""
+
+    @property
+    def remakes(self) -> bool:
+        """Its layers can make all that is cheap again (engine/remake.py)."""
+        return self.gated and not self.experts
 
     @property
     def query(self) -> int:
@@ -316,7 +329,8 @@ def _from_config(config: Mapping[str, Any], name: str) -> Shape:
         rope_head_size=number("qk_rope_head_dim") if latent else 0,
         vectors=_vectors(config, kind, hidden, heads * size, kv_heads * size),
     )
-    return _with_experts(shape, config, kind, name)
+    shape = _with_experts(shape, config, kind, name)
+    return shape if shape.experts else replace(shape, gated=kind in REMADE)
 
 
 def _has_moving_rope(config: Mapping[str, Any]) -> bool:

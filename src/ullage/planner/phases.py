@@ -56,6 +56,8 @@ class Layout:
 
     def __init__(self, shape: Shape, config: Config, *, ranks: int = 1, sharding: Sharding | None = None) -> None:
         config = plainly(config, "cuda")
+        if config.memory.liger:  # whose MLP keeps the gated product
+            shape = replace(shape, gated=False)
         self.shape, self.config = shape, config
         self.sharding = sharding or Sharding(data=ranks)
         self.ranks = self.sharding.ranks
@@ -136,7 +138,9 @@ class Layout:
 
     @property
     def recomputed(self) -> int:
-        """Layers that run again in the backward pass."""
+        """Layers that run again in the backward pass; compiled ones make again what is cheap in any case."""
+        if self.chosen.recompute == "matmuls" and self.config.memory.compile:
+            return 0
         return round(self.chosen.recomputed_share * self.shape.layers)
 
     @property

@@ -257,6 +257,7 @@ def _choices(config: Config) -> Iterator[tuple[str, object]]:
     adamw = config.actor_rollout_ref.actor.optim.optimizer == "adamw"
     choices: dict[tuple[str, object], bool] = {
         ("memory.compile", True): not memory.compile,
+        ("memory.recompute", "matmuls"): chosen.recompute == "none" and not memory.compile,
         ("memory.recompute", 0.5): chosen.recompute == "none",
         ("memory.recompute", "full"): chosen.recompute != "full",
         ("memory.activation_offload", "async"): chosen.activation_offload == "none",

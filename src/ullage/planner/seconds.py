@@ -32,12 +32,14 @@ from ullage.planner.work import (
     Work,
 )
 
-NARROW = 100
-"""Layers with h hidden take 1 + 100 / h times as long for a FLOP (speed: 0.5B, 1.5B)."""
-TRAFFIC, FORWARD_TRAFFIC = 19.1, 1.9
+NARROW = 122
+"""Layers with h hidden take 1 + 122 / h times as long for a FLOP (speed: 0.5B, 1.5B)."""
+TRAFFIC, FORWARD_TRAFFIC = 19.3, 1.8
 """Bytes through device memory for each byte that a layer saves: forward and backward; forward again (speed, state)."""
-COMPILED_TRAFFIC, COMPILED_FORWARD_TRAFFIC = 14.2, 4.7
+COMPILED_TRAFFIC, COMPILED_FORWARD_TRAFFIC = 20.0, 5.2
 """The same with compiled blocks, for each of the fewer bytes that they save (speed, activations)."""
+REMADE_TRAFFIC = 2.3
+"""The same for what `matmuls` makes again: norms, activations and gated products (levers)."""
 LOGIT_TRAFFIC, LOGIT_FORWARD_TRAFFIC = 7.5, 2.5
 """The same for each byte of float32 logits (head)."""
 DECODE_NORMS, DECODE_ADAPTERS = 1.2, 3.6
@@ -45,14 +47,16 @@ DECODE_NORMS, DECODE_ADAPTERS = 1.2, 3.6
 TRAINED_LAUNCHES, COMPILED_LAUNCHES = 1.5, 1.3
 """Times as long in each direction of a training pass, where autograd is told of every operator: 1 to 2.2 with the host
 (fit, step); and with compiled blocks (step)."""
-SELECTIVE_LAUNCHES = 3.42
-"""Times as many where the host decides for every operator whether its result is kept (levers: recompute matmuls,
-between two runs)."""
+SELECTIVE_LAUNCHES = 3.4
+"""Where `matmuls` finds layers that it knows no recipe for, and the host is asked about every operator."""
+OFFLOADED_LAUNCHES = 1.6
+"""Times as long again where the host hands on everything that a layer saves (step: 1.5B, 7B, between the two); the
+inputs of layers that run again are no more than one tensor each."""
 FORMULAS = (
     f"a pass = FLOPs / ({MATMUL_SHARE:g} TFLOP/s) + bytes of its elementwise work / bandwidth; at least "
     f"{LAUNCH * 1e3:g} ms for each layer, {TRAINED_LAUNCHES * LAUNCH * 1e3:.2g} ms for each and direction in training",
     "FLOPs = 2 for each parameter and token, and causal attention; twice that backward (adapters: once); "
-    "once more for layers that are recomputed",
+    "once more for layers that are recomputed, but with matmuls, which makes only elementwise work again",
     f"rollout = rounds x response x (layers x {DECODE_LAYER * 1e6:g} us + (KV of responses, of each prompt once, and "
     f"logits) / ({DECODE_SHARE:g} bandwidth) + the longer of weights / ({DECODE_SHARE:g} bandwidth) and FLOPs / "
     f"({DECODE_MATMUL_SHARE:g} TFLOP/s)); quantised weights are made wide before",
@@ -246,9 +250,10 @@ def _factors(layout: Layout) -> tuple[float, float]:
 
 def _launches(layout: Layout) -> float:
     """In each direction of a training pass, times those of one without gradients."""
-    if layout.chosen.recompute == "matmuls":
+    if layout.recomputed and layout.chosen.recompute == "matmuls" and not layout.shape.remakes:
         return SELECTIVE_LAUNCHES
-    return COMPILED_LAUNCHES if layout.config.memory.compile else TRAINED_LAUNCHES
+    plain = COMPILED_LAUNCHES if layout.config.memory.compile else TRAINED_LAUNCHES
+    return plain * OFFLOADED_LAUNCHES if layout.leaving and layout.chosen.recompute != "full" else plain
 
 
 def _weight_bytes(layout: Layout, shape: Shape) -> float:
@@ -273,21 +278,20 @@ def _update(layout: Layout, role: Trained) -> Passes:
     batch = _batch(layout, prompts, samples, passes)
     whole, forward = _factors(layout)
     saved = _saved(layout, shape, batch, role.rank)
-    again = min(layout.recomputed, shape.layers) / shape.layers
+    again, cheap = _again(layout, shape)
     backward = 1 if role.rank else 2
-    products = 1 + backward + (0.0 if chosen.recompute == "matmuls" else again)
     weights = passes * _weight_bytes(layout, shape)
     gradients = passes * layout.width * role.parameters
     head = batch.positions if role.has_head else 0
     return Passes(
         # The head's logits are made again in the backward pass.
-        flops=products * _layer_flops(shape, batch) + (6 if role.rank else 8) * shape.table * head,
+        flops=(1 + backward + again) * _layer_flops(shape, batch) + (6 if role.rank else 8) * shape.table * head,
         # Gradients of a pass are written, then read with the sum so far, and written into it.
-        traffic=(whole + again * forward) * saved
+        traffic=(whole + (REMADE_TRAFFIC if cheap > again else forward) * cheap) * saved
         + (3 + again) * weights
         + 4 * gradients
         + LOGIT_TRAFFIC * 4 * shape.vocabulary * head,
-        launches=(2 + again) * passes * shape.layers * _launches(layout),
+        launches=(2 + cheap) * passes * shape.layers * _launches(layout),
         forward=1 / (1 + backward + again),
         leaving=_leaving(layout, role, batch),
         beside=chosen.activation_offload == "async",
@@ -297,6 +301,12 @@ def _update(layout: Layout, role: Trained) -> Passes:
         + (1 + again) * exchange.forward(layout, shape, batch.tokens)
         + exchange.backward(layout, shape, batch.tokens),
     )
+
+
+def _again(layout: Layout, shape: Shape) -> tuple[float, float]:
+    """Shares of a forward pass that the backward pass does once more: of its products, and of what is cheap."""
+    share = min(layout.recomputed, shape.layers) / shape.layers
+    return (0.0 if layout.chosen.recompute == "matmuls" else share), share
 
 
 def _leaving(layout: Layout, role: Trained, batch: Batch) -> float:

@@ -25,7 +25,7 @@ class Stack:
     recomputed: int = 0
     """Layers that run again, evenly spread so that the last one is the last of them (engine/recompute.py)."""
     matmuls: bool = False
-    """Those keep the results of matrix products."""
+    """Those make only what is cheap again."""
     leaving: int = 0
     """Layers whose activations wait on the host."""
     ahead: bool = False
@@ -60,11 +60,14 @@ class Stack:
 
     @cached_property
     def moved(self) -> list[float]:
-        """The part of it that goes to the host: results of matrix products never pass autograd's hooks."""
+        """The part of it that goes to the host."""
         inputs = c.kept_by_recompute(self.shape, self.a, matmuls=False)
         inputs = inputs if inputs >= c.LEAST_MOVED else 0.0
         rows = zip(self.kept, self.runs_again, self.leaves, strict=True)
-        return [(inputs if again else kept - self._small) if leaves else 0.0 for kept, again, leaves in rows]
+        return [
+            (kept - self._small if self._remade or not again else inputs) if leaves else 0.0
+            for kept, again, leaves in rows
+        ]
 
     def staying(self) -> Term:
         """All that is on the device when the forward pass ends."""
@@ -100,14 +103,13 @@ class Stack:
     def last_forward(self) -> Term:
         """The MLP of the last layer in its forward pass, beside what all layers keep, its own but for the last product.
 
-        Without recompute three hidden states are there: the embedding, and the sums before and after attention.
+        Without recompute three hidden states are there: the embedding, and the sums before and after attention. With
+        `matmuls` the sums are kept, and the norm's result, the activation and the gated product are there.
         """
         h, mlp = self.shape.hidden, c.mlp_width(self.shape)
         if not self.recomputed:
             return self._forward_term(3 * h, 0)
-        if not self.matmuls:
-            return self._forward_term(2 * h, 3 * mlp)
-        return self._forward_term(0, 3 * mlp) if self.a.rank else self._forward_term(h, 2 * mlp)
+        return self._forward_term(2 * h, (2 if self._remade else 3) * mlp)
 
     def last_norm(self) -> Term:
         """The backward pass of the norm before the head: its float32 input, and five of its size (24 h T in all)."""
@@ -124,6 +126,11 @@ class Stack:
             below -= self.kept[index] - self.moved[index]
 
     @property
+    def _remade(self) -> bool:
+        """In other layers than these, `matmuls` is taken to add as much as if everything ran again."""
+        return self.matmuls and self.shape.remakes
+
+    @property
     def _positions(self) -> int:
         """Cosines and sines, which all layers share."""
         return 2 * self.a.width * self.a.tokens * (self.shape.head_size + self.shape.rope_head_size)
@@ -137,22 +144,14 @@ class Stack:
         """What a layer saves in tensors that are not worth a copy: adapters' thin results, numbers for each head."""
         shape, a = self.shape, self.a
         keys = (a.tokens + a.more_keys) * a.width * shape.keys
-        parts = [*[a.tokens * a.width * a.rank] * 7, 4 * a.tokens * shape.heads, 4 * a.tokens, 4 * a.tokens, keys, keys]
+        norms = [] if self._remade else [4 * a.tokens] * 2
+        parts = [*[a.tokens * a.width * a.rank] * 7, 4 * a.tokens * shape.heads, *norms, keys, keys]
         return float(sum(part for part in parts if part < c.LEAST_MOVED))
 
     @cached_property
     def _again(self) -> float:
-        """What running a layer again adds to what it kept.
-
-        With `matmuls`, results of products are used up or part of what is saved, but for the last one, which nothing
-        needs; attention's are there already.
-        """
-        if not self.matmuls:
-            return self._saved
-        shape, a = self.shape, self.a
-        last = (2 if a.rank else 1) * 2 * shape.hidden + 2 * a.rank
-        inputs, products = (c.kept_by_recompute(shape, a, matmuls=keeps) for keeps in (False, True))
-        return self._saved - (products - inputs - a.tokens * last * a.width / 2)
+        """What running a layer again adds to what it kept; with `matmuls` its activation and gated product."""
+        return 2 * self.a.tokens * self.a.width * c.mlp_width(self.shape) if self._remade else self._saved
 
     def _passing(self) -> float:
         """Gradients in the MLP, beyond what the layer saved: two tensors of its width and a hidden state.

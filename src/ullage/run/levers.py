@@ -32,9 +32,9 @@ def prepare_layers(trunk: Trunk, config: Config) -> SynchronizedGroupOffloadHand
         use_liger(trunk.module, trunk.target)
     if memory.compile:
         compile_layers(layers)
-    share = chosen.recomputed_share
-    if share:
-        recompute_layers(layers, share=share, keep="matmuls" if chosen.recompute == "matmuls" else "nothing")
+    share, matmuls = chosen.recomputed_share, chosen.recompute == "matmuls"
+    if share and not (matmuls and memory.compile):  # the compiler makes again what is cheap as it is
+        recompute_layers(layers, share=share, keep="matmuls" if matmuls else "nothing")
     if chosen.activation_offload == "none":
         return None
     groups = memory.activation_groups or len(layers)
