@@ -2,8 +2,8 @@
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from counted_operators import CountedOperators
 from ullage.engine.offload import SynchronizedGroupOffloadHandler, offload_activations
 from ullage.engine.recompute import recompute_layers
 
@@ -42,18 +42,6 @@ def gradients(layers):
 def assert_equal(got, want):
     for one, other in zip(got, want, strict=True):
         assert torch.equal(one, other)
-
-
-class _Counted(TorchDispatchMode):
-    """Operators that are run, by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function._schema.name)
-        return function(*args, **(kwargs or {}))
 
 
 def test_layers_run_again_in_backward_and_agree():
@@ -151,11 +139,11 @@ def test_kept_operators_do_not_run_again(keep, products, attentions, tanhs):
     layer, inputs = _Attention(), torch.randn(1, 5, 8, requires_grad=True)
     wanted = [inputs, *layer.parameters()]
     want = torch.autograd.grad(layer(inputs).sum(), wanted)
-    with _Counted() as plain:
+    with CountedOperators() as plain:
         torch.autograd.grad(layer(inputs).sum(), wanted)
     if keep is not None:
         recompute_layers([layer], keep=keep)
-    with _Counted() as counted:
+    with CountedOperators() as counted:
         got = torch.autograd.grad(layer(inputs).sum(), wanted)
     assert_equal(got, want)
 

@@ -5,9 +5,9 @@ import weakref
 
 import pytest
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from counted_operators import CountedOperators
 from ullage.engine.offload import SynchronizedGroupOffloadHandler, offload_activations
 from ullage.engine.recompute import recompute_layers
 from ullage.engine.remake import RemadeForward
@@ -45,18 +45,6 @@ def assert_equal(got, want):
     assert all(torch.equal(one, other) for one, other in zip(got, want, strict=True))
 
 
-class _Counted(TorchDispatchMode):
-    """Operators that are run, by name."""
-
-    def __init__(self):
-        super().__init__()
-        self.names = []
-
-    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        self.names.append(function._schema.name)
-        return function(*args, **(kwargs or {}))
-
-
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", KINDS)
 def test_gradients_are_the_same_bits(kind, dtype):
@@ -69,10 +57,10 @@ def test_gradients_are_the_same_bits(kind, dtype):
 
 def test_products_and_attention_run_once_and_cheap_operators_twice():
     model = make_model("qwen3")
-    with _Counted() as plain:
+    with CountedOperators() as plain:
         gradients(model)
     recompute_layers(model.model.layers, keep="matmuls")
-    with _Counted() as counted:
+    with CountedOperators() as counted:
         gradients(model)
 
     def extra(name):
@@ -129,10 +117,10 @@ def test_without_gradients_the_layers_are_their_own():
     ids = torch.arange(TOKENS)[None]
     with torch.no_grad():
         want = model(ids).logits
-        with _Counted() as plain:
+        with CountedOperators() as plain:
             model(ids)
         recompute_layers(model.model.layers, keep="matmuls")
-        with _Counted() as counted:
+        with CountedOperators() as counted:
             got = model(ids).logits
     assert torch.equal(got, want)
     assert counted.names == plain.names
