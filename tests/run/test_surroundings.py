@@ -82,7 +82,7 @@ def test_memory_that_is_gone_is_a_line(monkeypatch, replay, then):
         recorder.on_step()
     assert len(tried) == 1
     assert recorder.lines == [
-        f"update was planned with 5.0 GiB of memory, which the device no longer has: the run goes on, {then}"
+        f"update was planned with 5.0 GiB of memory, not all of which can be had now: the run goes on, {then}"
     ]
 
 

@@ -102,7 +102,7 @@ def claim_when_settled(target: Target, planned: Planned, recorder: Recorder, ran
         for rank, there in enumerate(ranks.gather(held)) if step == SETTLED else [(ranks.rank, held)]:
             if not there:
                 who = "" if rank == ranks.rank else f"rank {rank}: "
-                sizes = f"{bytes_text(most)} of memory, which the device no longer has"
+                sizes = f"{bytes_text(most)} of memory, not all of which can be had now"
                 recorder.event(f"{who}{phase} was planned with {sizes}: the run goes on, {then}")
         if not held:
             recorder.on_step = lambda: None
