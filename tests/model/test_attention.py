@@ -5,7 +5,7 @@ import torch
 
 from experience_samples import CPU
 from ullage.base.errors import ModelError
-from ullage.model.attention import Extras, PackedLayout, Span, attention
+from ullage.model.attention import Extras, PackedLayout, Sequences, Span, attention
 
 HEADS, KV_HEADS, SIZE = 4, 2, 8
 SPANS = (Span(0, 5, (3, 0, 6)), Span(14, 4, ()), Span(18, 1, (2,)), Span(21, 1, (0, 0)))
@@ -101,3 +101,12 @@ def test_an_architecture_that_drops_the_layout_or_brings_a_mask_is_refused():
         attention(_Attention(), query, query, query, None)
     with pytest.raises(ModelError, match="_Attention makes an attention mask of its own"):
         attention(_Attention(), query, query, query, torch.zeros(2, 2), layout=_Layout())
+
+
+@pytest.mark.filterwarnings("error:.*lru_cache")
+def test_compiled_attention_asks_no_cached_function():
+    """The compiler warns every user of a run about one."""
+    layout = Sequences.of([Span(0, 4, (3, 3))], torch.device("meta"))
+    query, key = (torch.empty(heads, 10, 16, dtype=torch.bfloat16, device="meta") for heads in (2, 1))
+    attend = torch.compile(layout.attend, backend="eager", dynamic=True)
+    assert attend(query, key, key, Extras(0.25, 0, None, None)).shape == (10, 2, 16)

@@ -46,7 +46,9 @@ def check_nothing_is_better(shape, config, chosen):
     for key, value in pulled:
         needs, takes = measured(shape, with_key(chosen, key, value), H200)
         assert needs > capacity or takes > seconds
-    for key, ladder in ((ACTOR_TOKENS, space.tokens), (NUM_SLOTS, space.slots)):
+    # Shares of the layers are steps of a ladder, too; beside offload there are none.
+    shares = [] if value_of(chosen, OFFLOAD) != "none" else [eighths / 8 for eighths in range(1, 8)]
+    for key, ladder in ((ACTOR_TOKENS, space.tokens), (NUM_SLOTS, space.slots), (RECOMPUTE, shares)):
         for value in ladder:
             needs, takes = measured(shape, with_key(chosen, key, value), H200)
             assert needs > capacity or takes >= seconds / (1 + WORTH)

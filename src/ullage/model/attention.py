@@ -8,7 +8,7 @@ Shapes: T packed tokens, H heads, K key-value heads, d head size, P prompt token
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from functools import cache
 from inspect import signature
@@ -102,6 +102,9 @@ class Sequences:
     longest_key: int
     key_places: Tensor | None
     """Where in the row each key stands; None: every token once, in order."""
+    grouped: Mapping[str, bool]
+    """How the kernel is told that there are fewer key-value heads than query heads. A field, because compiled layers
+    cannot look at a signature once."""
 
     @classmethod
     def of(cls, spans: Sequence[Span], device: torch.device) -> Sequences:
@@ -129,6 +132,7 @@ class Sequences:
             max(queries),
             max(keys),
             put(torch.cat([torch.arange(part.start, part.stop) for part in places]), device) if shared else None,
+            _grouped(),
         )
 
     def attend(self, query: Tensor, key: Tensor, value: Tensor, extras: Extras) -> Tensor:
@@ -148,14 +152,14 @@ class Sequences:
             self.longest_key,
             scale=extras.scaling,
             window_size=(extras.window - 1, 0) if extras.window else (-1, 0),
-            **_grouped(),
+            **self.grouped,
         )
         assert isinstance(out, Tensor), "no log-sum-exp was asked for"
         return out
 
 
 @cache
-def _grouped() -> dict[str, Any]:
+def _grouped() -> dict[str, bool]:
     """torch 2.11 takes fewer key-value heads than query heads as they are; later versions want to be told."""
     from torch.nn.attention.varlen import varlen_attn
 

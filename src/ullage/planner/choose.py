@@ -34,7 +34,7 @@ from ullage.planner.seconds import (
 from ullage.planner.sharding import Sharding
 from ullage.planner.work import Work
 
-RECOMPUTED: tuple[object, ...] = ("none", "matmuls", 0.25, 0.5, 0.75, "full")
+RECOMPUTED: tuple[object, ...] = ("none", "matmuls", *(eighths / 8 for eighths in range(1, 8)), "full")
 SHARES = (0.2, 0.36, 0.6)
 """Of the layers, whose activations leave where none runs again as a whole: PCIe hides about a third of them."""
 MOST_TOKENS = 32768
@@ -121,8 +121,8 @@ def levers_of(part: Held | Made) -> int:
 def choose(shape: Shape, config: Config, machine: Machine, *, scale: Mapping[str, float] = NO_SCALE) -> Choice:
     """The fastest combination that fits, up to `WORTH`; where none does, the one that needs least.
 
-    No lever of it that is let go leaves a combination that fits and is faster; no other step of the tokens of a pass or
-    of the slots fits and is faster by more than `WORTH`.
+    No lever of it that is let go leaves a combination that fits and is faster; no other step of the tokens of a pass,
+    of the slots or of the share of layers that run again fits and is faster by more than `WORTH`.
 
     Args:
         scale: measured over predicted memory of earlier runs on this machine, by phase.
