@@ -102,7 +102,7 @@ class Sequences:
     longest_key: int
     key_places: Tensor | None
     """Where in the row each key stands; None: every token once, in order."""
-    grouped: Mapping[str, bool]
+    grouped: Mapping[str, Any]
     """How the kernel is told that there are fewer key-value heads than query heads. A field, because compiled layers
     cannot look at a signature once."""
 
@@ -159,7 +159,7 @@ class Sequences:
 
 
 @cache
-def _grouped() -> dict[str, bool]:
+def _grouped() -> dict[str, Any]:
     """torch 2.11 takes fewer key-value heads than query heads as they are; later versions want to be told."""
     from torch.nn.attention.varlen import varlen_attn
 
