@@ -121,7 +121,7 @@ def test_a_reference_for_the_reward_alone_is_no_part_of_the_loss(tiny_model):
     for reference in (made.ref_logprobs_NT, None):
         experience = made.evaluated(old_logprobs=made.old_logprobs_NT, ref_logprobs=reference, values=None)
         actor = Actor(model, config.actor_rollout_ref.actor, Limits(max_tokens=4096), Solo(), temperature=1.0)
-        (terms,) = actor.backward(make_train_batch(experience, config), compose(config))
+        terms = actor.backward(make_train_batch(experience, config), compose(config))
         losses.append(terms.loss)
         gradients.append(actor.optimizer.gradient.clone())
         reports.append(terms.report)

@@ -72,8 +72,8 @@ def test_the_whole_way_keeps_every_field():
     assert weighted.returns_NT is None
 
 
-def test_to_moves_every_tensor():
-    moved = make_rollouts().to(torch.device("meta"))
+def test_moved_moves_every_tensor():
+    moved = make_rollouts().moved(lambda tensor: tensor.to("meta"))
     for field in dataclasses.fields(moved):
         value = getattr(moved, field.name)
         if isinstance(value, torch.Tensor):

@@ -10,13 +10,18 @@ import pytest
 import torch
 
 from ullage.batch.pack import Limits
+from ullage.bench.fit import Phases
+from ullage.bench.shapes import shape_config
 from ullage.cli.main import main
+from ullage.config.load import load_mapping
+from ullage.config.settle import open_keys, plain, settled
 from ullage.data.prompts import Prompt
 from ullage.model.language_model import LanguageModel
 from ullage.model.load import load_model
 from ullage.model.target import find_target
 from ullage.rollout.embedded.engine import Engine
 from ullage.rollout.sampling import GroupRequest, Sample, Sampling
+from ullage.run.rehearsal import Rehearsal
 from ullage.trainer.collect import to_rollouts
 from ullage.workers.passes import micro_batches
 
@@ -43,7 +48,7 @@ def logprobs(model: LanguageModel, samples: list[Sample], *, share: bool, max_to
     with torch.no_grad():
         for packed, _ in micro_batches(stage, model, Limits(max_tokens=max_tokens, share_prefix=share)):
             values, _ = model.logprobs(packed, temperature=1.0)
-            out[packed.samples.cpu()] = packed.scatter(values, out.shape[1]).float().cpu()
+            out[packed.samples] = packed.scatter(values, out.shape[1]).float().cpu()
     return out
 
 
@@ -69,6 +74,39 @@ def test_float32_agrees_with_the_cpu(tiny_architecture, architecture):
     on_cpu = logprobs(load_model(path, find_target("cpu", 0), dtype="float32"), samples, share=False, max_tokens=4096)
     assert (shared - on_cpu).abs().max() < 2e-5
     assert (shared - torch.tensor([s.logprobs for s in samples])).abs().max() < 2e-5
+
+
+@pytest.mark.parametrize("recompute", ["none", "matmuls", "full"])
+def test_micro_batches_are_launched_without_waiting_for_the_device(recompute):
+    """A host that waits builds the next one while the device has nothing to do."""
+    given = {
+        "algorithm.name": "grpo",
+        "data.train_batch_size": 4,
+        "data.max_prompt_length": 16,
+        "data.max_response_length": 32,
+        "actor_rollout_ref.rollout.n": 4,
+        "actor_rollout_ref.actor.ppo_max_token_len_per_gpu": 256,
+        "memory.recompute": recompute,
+    }
+    config = load_mapping(given).config
+    found = plain(config, "cuda")
+    config = settled(config, {key: found[key] for key in open_keys(config)})
+    target = find_target("cuda", 0)
+    run = Rehearsal(config, shape_config("tiny"), target, Phases(target), every_phase=False)
+    run.step(1)  # kernels are loaded, and workspaces made
+    backward, seen = run.actor.backward, []
+
+    def watched(*arguments):
+        torch.cuda.set_sync_debug_mode("error")
+        try:
+            seen.append(backward(*arguments))
+        finally:
+            torch.cuda.set_sync_debug_mode("default")
+        return seen[0]
+
+    run.actor.backward = watched
+    run.step(2)
+    assert seen[0].tokens == 4 * 4 * 32
 
 
 def test_training_runs_and_resumes_in_bfloat16(tiny_model, tmp_path: Path, capfd):

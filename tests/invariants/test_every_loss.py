@@ -10,6 +10,7 @@ from ullage.base.communicator import Solo
 from ullage.batch.pack import Limits
 from ullage.trainer.schedule import Schedule
 from ullage.workers.actor import Actor
+from ullage.workers.passes import micro_batches
 
 pytestmark = pytest.mark.invariant
 
@@ -65,7 +66,8 @@ def updated(model, experience, config, limits, order=None):
         selected = {
             int(n): row.nonzero()[:, 0].tolist() for n, row in zip(batch.sample_N, batch.selected_NT, strict=True)
         }
-    return sum(term.loss for term in terms), actor.optimizer.gradient.clone(), selected, terms
+    passes = len(list(micro_batches(batch, model, actor.limits_for(batch))))
+    return float(terms.loss), actor.optimizer.gradient.clone(), selected, terms, passes
 
 
 def assert_same(got, want):
@@ -78,15 +80,15 @@ def assert_same(got, want):
 def test_division_packing_and_order(model, experience, name):
     config = configured(name)
     want = updated(model, experience, config, WHOLE)
-    assert len(want[3]) == 1
+    assert want[4] == 1
     assert torch.linalg.vector_norm(want[1]) > 1e-3
-    if "actor/clip_fraction" in want[3][0].report:
-        assert want[3][0].report["actor/clip_fraction"] > 1, "the batch must exercise the clip"
+    if "actor/clip_fraction" in want[3].report:
+        assert want[3].report["actor/clip_fraction"] > 1, "the batch must exercise the clip"
     if name in ("clip_cov", "kl_cov"):
         assert sum(map(len, want[2].values())) > 5, "the batch must exercise the selection"
     for limits in DIVISIONS:
         got = updated(model, experience, config, limits)
-        assert len(got[3]) > 2
+        assert got[4] > 2
         assert_same(got, want)
     order = torch.randperm(
         len(mini_batch_of(experience, config)[1].responses), generator=torch.Generator().manual_seed(0)
@@ -114,7 +116,7 @@ def test_the_loss_is_the_token_losses_aggregated(model, experience, name):
         if algorithm.selects:
             batch = actor.selected(batch, algorithm)
         logprobs = actor.logprobs(batch, [torch.arange(len(batch.responses))])
-        loss = sum(term.loss for term in actor.backward(batch, algorithm))
+        loss = float(actor.backward(batch, algorithm).loss)
     mask = batch.mask_NT.double()
     loss_NT = algorithm.policy_loss(logprobs, batch.old_logprobs_NT, batch).loss_NT * mask
     # The denominators hold every sample with a token, also those without signal.

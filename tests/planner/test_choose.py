@@ -202,7 +202,7 @@ def test_the_least_of_few_is_the_least_of_all(settings):
 
 
 def test_host_memory_limits_what_moves_there():
-    shape, config = find_shape("Qwen2.5-3B"), config_of({}, "70GiB")
+    shape, config = find_shape("Qwen2.5-3B"), config_of({}, "60GiB")
     assert choose(shape, config, H200).values[STATE] == "streamed"
     poor = replace(H200, host_bytes=40 * GIB)  # 12 bytes of 3.09 B parameters are 34.5 GiB; the process needs 2.5
     choice = choose(shape, config, poor)
@@ -242,11 +242,11 @@ def test_ladders_end_at_the_whole_of_what_there_is():
     shape = find_shape("Qwen2.5-0.5B")
     lengths = {"data.max_prompt_length": 500, "data.max_response_length": 1000}
     space = Space(shape, config_of(lengths), 1)
-    assert space.tokens == (1500, 2048, 4096, 8192, 16384, 32768)
+    assert space.tokens == (1500, 2048, 3072, 4096, 6144, 8192, 12288, 16384, 24576, 32768)
     assert space.slots == (8, 16, 32, 64, 128, 256)
     small = Space(shape, config_of(lengths | {"data.train_batch_size": 2, "actor_rollout_ref.rollout.n": 5}), 1)
     assert small.slots == (8, 10)
-    assert small.tokens == (1500, 2048, 4096, 8192, 16384)  # 11,000 tokens in all
+    assert small.tokens == (1500, 2048, 3072, 4096, 6144, 8192, 12288)  # 11,000 tokens in all
     assert Space(shape, config_of(lengths | {"data.train_batch_size": 2}), 2).slots == (8,)
     long = Space(shape, config_of(lengths | {"data.max_response_length": 40000}), 1)
     assert long.tokens == (40500,)

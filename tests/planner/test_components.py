@@ -6,6 +6,7 @@ import pytest
 
 from ullage.planner import components as c
 from ullage.planner.components import GIB, MIB, Pass
+from ullage.planner.drawing import cache_tokens
 from ullage.planner.model_shape import find_shape
 
 SEVEN = find_shape("Qwen2.5-7B")
@@ -47,6 +48,20 @@ def test_the_kv_cache_has_a_page_more_for_each_slot_and_may_lie_in_the_gradients
     assert c.kv_cache(THIRTY_TWO, slots=32, longest=1024, tokens=100).bytes == 7 * 16 * each
     assert c.kv_cache(THIRTY_TWO, slots=32, longest=1024, tokens=None, lent=cache.bytes).bytes == 0
     assert c.kv_cache(THIRTY_TWO, slots=32, longest=1024, tokens=None, lent=cache.bytes - 1).bytes == cache.bytes
+
+
+@pytest.mark.parametrize(
+    ("slots", "n", "prompt", "response", "pages"),
+    [
+        (256, 8, 128, 256, 32 * 8 + 256 * 17),  # each prompt once; each sample 16 pages and one
+        (256, 1, 128, 256, 256 * 25),
+        (10, 4, 20, 10, 3 * 2 + 10 * 2),  # the third prompt has only two samples here
+        (8, 2, 20, 10, 8 * 3),  # two pages of a sequence and one: no more than sharing would take
+        (2, 8, 4096, 16, 256 + 2 * 2),
+    ],
+)
+def test_the_cache_has_room_for_all_slots_at_full_length_and_each_prompt_once(slots, n, prompt, response, pages):
+    assert cache_tokens(slots=slots, n=n, prompt=prompt, response=response) == 16 * pages
 
 
 def test_what_a_layer_saves():

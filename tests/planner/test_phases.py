@@ -33,6 +33,8 @@ LORA = FIT | {
     "actor_rollout_ref.model.lora_rank": 16,
     "memory.recompute": "full",
     "actor_rollout_ref.rollout.max_num_seqs": 32,
+    # Measured when every sample had room for a prompt of its own.
+    "actor_rollout_ref.rollout.kv_cache_tokens": 32 * (1024 + 16),
 }
 BEFORE_GRAPHS = c.WORKSPACE
 """Whole steps were measured before the engine captured its steps on a queue of their own."""
@@ -212,7 +214,7 @@ def test_gradients_on_the_host_leave_no_room_to_lend():
     shape = SHAPES["7B"]
     lent, own = layout(shape, {}), layout(shape, {"memory.gradients": "host"})
     assert lent.kv_cache().bytes == 0
-    assert own.kv_cache().bytes == 64 * (1024 // 16 + 1) * 16 * 57_344
+    assert own.kv_cache().bytes == (8 * 512 + 64 * (512 + 16)) * 57_344  # eight prompts, eight samples of each
     assert own.host()["gradients"] == 2 * (shape.parameters + 4 * c.PIECE)
     assert peak(shape, {"memory.gradients": "host"}) < peak(shape, {})
 

@@ -90,8 +90,8 @@ def test_more_gpus_are_the_fewest_that_hold_it():
     assert plan(shape, GRPO, one).fixes[-1] == fix
     large = more_gpus(find_shape("Qwen2.5-72B"), GRPO, parse_machine("4090 x2"))
     assert large.change == "--gpu 'RTX 4090 x8'"
-    fewer = Sharding(data=16, shards=16)
-    assert least(find_shape("Qwen2.5-72B"), GRPO, parse_machine("4090 x8", 2), {}, fewer) > 23.6 * GIB
+    fewer = Sharding(data=14, shards=14)
+    assert least(find_shape("Qwen2.5-72B"), GRPO, parse_machine("4090 x7", 2), {}, fewer) > 23.6 * GIB
     assert more_gpus(find_shape("DeepSeek-V3"), GRPO, parse_machine("4060 Ti")) is None
 
 

@@ -138,15 +138,21 @@ def test_what_goes_to_a_gpu_is_pinned_first():
     assert values.done == [("cpu", True)]
 
 
+THREADED = (aten.index.Tensor, aten.index_select.default, aten.nonzero.default, aten.repeat_interleave.Tensor)
+"""Operators for which torch wakes its threads on a host, however few the numbers are."""
+
+
 class Copies(TorchDispatchMode):
-    """Notes copies from the host to the traced device that were not made by those that may."""
+    """Notes copies from the host to the traced device that were not made by those that may, and threads' work."""
 
     def __init__(self):
         super().__init__()
-        self.allowed, self.made, self.others = False, 0, []
+        self.allowed, self.made, self.others, self.threaded = False, 0, [], []
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         kwargs = kwargs or {}
+        if func in THREADED and args[0].device.type == "cpu":
+            self.threaded.append(func.name())
         source, device = None, None
         if func is aten._to_copy.default:
             source, device = args[0], kwargs.get("device")
@@ -172,7 +178,7 @@ class Copies(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("architecture", ["llama", "gemma2"])
-def test_nothing_goes_to_the_device_out_of_ordinary_memory(tiny_architecture, architecture, monkeypatch):
+def test_the_device_waits_for_no_copy_and_no_thread_of_the_host(tiny_architecture, architecture, monkeypatch):
     """Prompts, newcomers, copies of partly filled pages, shared beginnings, rows that move, pages that are granted."""
     target = traced_target((9, 0), 150_110_011_392)
     traced = random_model(AutoConfig.from_pretrained(tiny_architecture(architecture)), target, dtype=torch.bfloat16)
@@ -193,5 +199,6 @@ def test_nothing_goes_to_the_device_out_of_ordinary_memory(tiny_architecture, ar
     # A pass: ids, positions, places, ends of queries and of keys, last tokens. Pages copied: two lists. Newcomers:
     # three tables. Beginnings: two.
     assert first == 6 + 2 + 3 + 2
-    assert copies.made == first + 1 + 3 + 2, "the order of rows; rows, places and pages; beginnings"
-    assert copies.others == []
+    assert copies.made == first + 1 + 1 + 2, "the order of rows; rows, places and pages at once; beginnings"
+    assert copies.others == [], "out of ordinary memory"
+    assert copies.threaded == []

@@ -58,9 +58,12 @@ def test_slots_and_room_are_no_more_than_the_data_needs(model):
     assert (longest_prompt(train, None), longest_prompt(train, val)) == (7, 9)
     config = make_config(max_response_length=10, rollout={"max_num_seqs": 6, "val_kwargs": {"n": 4}})
     assert (num_evaluated(config, val), num_evaluated(config, None)) == (8, 0)
-    engine = make_engine(config, model, prompt_tokens=9, samples=5)
+    engine = make_engine(config, model, prompt_tokens=9, samples=5, n=4)
     assert (engine.slots, engine.max_length) == (5, 19)
-    assert make_engine(config, model, prompt_tokens=9, samples=8).slots == 6
+    assert engine.pages.total == 2 * 1 + 5 * 2, "two prompts of a page, and of each sample a page and one for its copy"
+    assert make_engine(config, model, prompt_tokens=9, samples=8, n=4).slots == 6
+    config = config.model_copy(update={"environment": config.environment.model_copy(update={"name": "tools"})})
+    assert make_engine(config, model, prompt_tokens=9, samples=5, n=4).pages.total == 5 * 3, "turns begin on their own"
 
 
 def test_how_the_batch_sizes_combine():

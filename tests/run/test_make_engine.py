@@ -14,7 +14,7 @@ def test_keys_of_the_rollout_reach_the_engine(tiny_model, deterministic):
     rollout = {"max_num_seqs": 24, "kv_cache_tokens": 640, "deterministic": deterministic}
     given = {"actor_rollout_ref": {"model": {"path": str(tiny_model)}, "rollout": rollout}}
     config = plainly(load_mapping(given | {"data": {"max_response_length": 16}}).config, "cpu")
-    engine = make_engine(config, load(tiny_model, "float32"), prompt_tokens=30, samples=100)
+    engine = make_engine(config, load(tiny_model, "float32"), prompt_tokens=30, samples=100, n=8)
     assert (engine.slots, engine.max_length, engine.pages.total) == (24, 46, 40)
     rows = []
     step = engine.decoder._step

@@ -149,7 +149,7 @@ def test_a_loss_of_sequences_takes_the_sequences_weight(tiny_float64):
     def loss(weights):
         corrected = experience.corrected(mask_NT=experience.mask_NT, correction_NT=weights)
         actor = Actor(tiny_float64, config.actor_rollout_ref.actor, Limits(max_tokens=64), Solo(), temperature=1.0)
-        return sum(terms.loss for terms in actor.backward(make_train_batch(corrected, config), compose(config)))
+        return float(actor.backward(make_train_batch(corrected, config), compose(config)).loss)
 
     ones = torch.ones_like(experience.old_logprobs_NT)
     first, whole, nothing = ones.clone(), ones.clone(), ones.clone()

@@ -73,7 +73,7 @@ def test_the_loss_is_the_mean_negative_log_likelihood_of_a_token(model, demonstr
     experience = collector.collect(1, tally := Tally())
     batch = algorithm.assign_credit(experience, Solo())
     (mini_batch,) = Schedule(config, algorithm.aggregation, Solo()).mini_batches(batch, step=1)
-    loss = sum(terms.loss for terms in actor.backward(mini_batch, algorithm))
+    loss = float(actor.backward(mini_batch, algorithm).loss)
     total = sum(likelihood(model, demonstration) for demonstration in demonstrations)
     assert loss == pytest.approx(-total / 10, rel=1e-6)
     assert tally.means(Solo()) == {"response/length_mean": 2.5}

@@ -296,7 +296,7 @@ def test_loss_and_gradient_are_those_of_the_sampled_tokens_alone(folder, played,
     batch = make_train_batch(experience, config)
     actor = Actor(model, config.actor_rollout_ref.actor, Limits(max_tokens=150), Solo(), temperature=1.0)
     with stay_double():
-        loss = sum(terms.loss for terms in actor.backward(batch, compose(config)))
+        loss = float(actor.backward(batch, compose(config)).loss)
     gradient = {name: parameter.grad.clone() for name, parameter in model.module.named_parameters()}
     model.module.zero_grad()
 

@@ -15,7 +15,7 @@ Example: two prompts with two samples each
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from typing import Any, Self
 
@@ -62,13 +62,13 @@ class Rollouts:
                 changes[field.name] = tuple(value[i] for i in chosen)
         return dataclasses.replace(self, **changes)
 
-    def to(self, device: torch.device) -> Self:
-        """The stage with its tensors on a device."""
+    def moved(self, move: Callable[[Tensor], Tensor]) -> Self:
+        """The stage with its tensors elsewhere."""
         moved: dict[str, Any] = {}
         for field in dataclasses.fields(self):
             value = getattr(self, field.name)
             if isinstance(value, Tensor):
-                moved[field.name] = value.to(device)
+                moved[field.name] = move(value)
         return dataclasses.replace(self, **moved)
 
     def scored(self, *, rewards_N: Tensor, valid_N: Tensor, reward_parts_NK: Tensor | None = None) -> Experience:

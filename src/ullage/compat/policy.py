@@ -104,7 +104,13 @@ class ActorRolloutRef:
             panel = open_panel(given)
             model = open_model(tree, given.target)
             samples = tree.data.train_batch_size * tree.actor_rollout_ref.rollout.n
-            engine = make_engine(tree, model, prompt_tokens=tree.data.max_prompt_length, samples=samples)
+            engine = make_engine(
+                tree,
+                model,
+                prompt_tokens=tree.data.max_prompt_length,
+                samples=samples,
+                n=tree.actor_rollout_ref.rollout.n,
+            )
             self.generator = make_generator(given, engine, panel, model)
             self.actor = make_actor(tree, model, Solo(), given.recorder.phase, given.replays)
             wanted = tree.actor_rollout_ref.actor.use_kl_loss or "reference" in self.algorithm.needs
@@ -190,7 +196,7 @@ def log_probs(role: Actor | Reference, stage: Experience) -> Tensor:
     parts: list[Tensor] = []
     for packed, _ in micro_batches(stage, role.model, role.limits_for(stage)):
         values, _ = role.model.logprobs(packed, temperature=role.temperature)
-        rows.append(packed.samples.to("cpu"))
+        rows.append(packed.samples)
         parts.append(packed.scatter(values, width).to("cpu"))
     dtype = torch.promote_types(role.model.dtype, torch.float32)
     empty = torch.zeros(stage.mask_NT.shape, dtype=dtype)

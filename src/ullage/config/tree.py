@@ -156,7 +156,7 @@ class Rollout(Section):
     max_num_seqs: PositiveInt | Literal["auto"] = "auto"
     """Slots: sequences decoded at once."""
     kv_cache_tokens: PositiveInt | Literal["auto"] = "auto"
-    """Size of the KV arena; auto: enough for every slot at full length."""
+    """Size of the KV arena; auto: enough for every slot at full length, a prompt counted once for its samples."""
     deterministic: bool = False
     """The same samples on a GPU, too, whatever else is drawn beside them: every step computes all slots; slower."""
     ignore_eos: bool = False

@@ -21,7 +21,7 @@ from torch import Tensor
 from ullage.batch.pack import Block
 from ullage.batch.stages import Rollouts
 from ullage.model.attention import PackedLayout, Span
-from ullage.model.target import Target
+from ullage.model.target import Target, put
 
 
 @dataclass(frozen=True, slots=True, kw_only=True)
@@ -38,7 +38,7 @@ class Packed:
     targets: Tensor
     """[M] token ids."""
     samples: Tensor
-    """Samples of the stage that are in this micro-batch."""
+    """Samples of the stage that are in this micro-batch; on the host, where stages are."""
     rows: Tensor
     """[M] row of the target within `samples`."""
     columns: Tensor
@@ -85,7 +85,7 @@ def build(stage: Rollouts, blocks: Sequence[Block], target: Target, dtype: torch
             positions.extend(range(len(prompt), len(prompt) + len(response) - 1))
 
     def tensor(values: list[int]) -> Tensor:
-        return torch.tensor(values, dtype=torch.long, device=target.device)
+        return put(torch.tensor(values, dtype=torch.long), target.device)
 
     return Packed(
         input_ids=tensor(ids)[None],
@@ -93,7 +93,7 @@ def build(stage: Rollouts, blocks: Sequence[Block], target: Target, dtype: torch
         layout=PackedLayout(spans, target, dtype),
         predict_from=tensor(predict_from),
         targets=tensor(targets),
-        samples=tensor(samples),
+        samples=torch.tensor(samples, dtype=torch.long),
         rows=tensor(rows),
         columns=tensor(columns),
         supports=None if stage.supports is None else tuple(supports),

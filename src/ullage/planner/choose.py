@@ -23,21 +23,15 @@ from ullage.planner.hardware import GPU, Machine
 from ullage.planner.model_shape import Shape
 from ullage.planner.phases import Layout, Phase
 from ullage.planner.reasons import Reasons
-from ullage.planner.seconds import (
-    forward_work,
-    optimizer_work,
-    parking_work,
-    sampling_work,
-    step_seconds,
-    update_work,
-)
+from ullage.planner.seconds import forward_work, optimizer_work, parking_work, sampling_work, step_seconds, update_work
 from ullage.planner.sharding import Sharding
 from ullage.planner.work import Work
 
 RECOMPUTED: tuple[object, ...] = ("none", "matmuls", *(eighths / 8 for eighths in range(1, 8)), "full")
 SHARES = (0.2, 0.36, 0.6)
-"""Of the layers, whose activations leave where none runs again as a whole: PCIe hides about a third of them."""
-MOST_TOKENS = 32768
+"""Of layers whose activations leave where none runs again as a whole: PCIe hides about a third of them."""
+TOKENS = tuple(count << power for power in range(4, 15) for count in (2, 3))[:-1]
+"""Of a pass: 32, 48, 64, 96 ... 24576, 32768."""
 SLOTS = (8, 16, 32, 64, 128, 256)
 FEW_SLOTS, LONG = (1, 2, 4), 16384
 """Fewer, where sequences may have so many tokens that the cache of eight may be too large."""
@@ -216,16 +210,15 @@ class Space:
 
     @cached_property
     def tokens(self) -> tuple[int, ...]:
-        """From the longest sequence by powers of two to a whole mini-batch."""
+        """From the longest sequence to a whole mini-batch."""
         base, data = self.base, self.base.config.data
         n = 1 if base.supervised else base.config.actor_rollout_ref.rollout.n
         prompts = base.config.actor_rollout_ref.actor.ppo_mini_batch_size or data.train_batch_size
         whole = -(-prompts // base.sharding.data) * (data.max_prompt_length + n * data.max_response_length)
         found = [base.longest]
-        power = 1 << base.longest.bit_length()
-        while power <= MOST_TOKENS and found[-1] < whole:
-            found.append(power)
-            power *= 2
+        for count in TOKENS:
+            if count > 1.2 * found[-1] and found[-1] < whole:
+                found.append(count)
         return tuple(found)
 
     @cached_property
@@ -358,10 +351,11 @@ class Space:
             return min(room, default=math.inf)
 
         passes: dict[tuple[str, bool], list[tuple[float, Limit, Made]]] = {}
+        kinds = dict.fromkeys(held.gradients for held in self.held)
         for (roles, made), own in self.beside.items():
             limit = Limit(left(own), self.away[made])
-            for gradients in dict.fromkeys(held.gradients for held in self.held):
-                passes.setdefault((gradients, roles), []).append((seconds_passes[gradients, made], limit, made))
+            for kind in kinds:
+                passes.setdefault((kind, roles), []).append((seconds_passes[kind, made], limit, made))
         passes = {kind: _undominated(listed) for kind, listed in passes.items()}
         found: list[Way] = []
         for held, (resident, on_host) in self.resident.items():

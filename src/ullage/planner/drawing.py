@@ -10,6 +10,7 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
+from ullage.config.tree import Config
 from ullage.planner import components as c
 from ullage.planner.allocator import LARGE_SEGMENT
 from ullage.planner.components import MIB, Pass, Term, term
@@ -100,6 +101,28 @@ class Drawing:
         if self.reads_prompts_once:
             return own + min(PREFIX_SEGMENTS, -(-tokens // SEGMENT_TOKENS))
         return own if own > 1 else 0
+
+
+def sharing(config: Config, n: int) -> int:
+    """How many of a prompt's samples begin alike: all, but every turn of an episode has a beginning of its own."""
+    return n if config.environment.name is None else 1
+
+
+def cache_tokens(*, slots: int, n: int, prompt: int, response: int) -> int:
+    """Room for so many samples at full length, of which n share a prompt, which lies there once.
+
+    Each has a page more, for its copy of the prompt's last page. Where stragglers of many prompts are drawn side by
+    side, prompts need more; responses that have not grown to their full length leave it to them.
+    """
+    apart = slots * (c.pages_for(prompt + response) + 1)
+    together = -(-slots // n) * c.pages_for(prompt) + slots * (c.pages_for(response) + 1)
+    return c.PAGE * min(apart, together)
+
+
+def room_for_slots(layout: Layout) -> int:
+    """Tokens in the cache when all of them are drawn at once."""
+    data, n = layout.config.data, sharing(layout.config, layout.config.actor_rollout_ref.rollout.n)
+    return cache_tokens(slots=layout.slots, n=n, prompt=data.max_prompt_length, response=data.max_response_length)
 
 
 def of_rollout(layout: Layout) -> Drawing:

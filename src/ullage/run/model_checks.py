@@ -193,7 +193,7 @@ def logprobs(model: LanguageModel, stage: Rollouts, limits: Limits) -> tuple[Ten
     for packed, _ in micro_batches(stage, model, limits):
         found, _ = model.logprobs(packed, temperature=1.0)
         scattered = packed.scatter(found, width)
-        samples = packed.samples.cpu()
+        samples = packed.samples
         (scattered * weights[samples].to(scattered)).sum().backward()
         values[samples] = scattered.detach().to(values)
     gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -267,6 +267,7 @@ class Rehearsal:
             model,
             prompt_tokens=self.config.data.max_prompt_length,
             samples=self.config.data.train_batch_size * self.config.actor_rollout_ref.rollout.n,
+            n=self.config.actor_rollout_ref.rollout.n,
             lent=self.actor.optimizer.lendable,
             capture=capture,
         )

@@ -40,7 +40,13 @@ def evaluate_weights(config: Config, weights: str, view: View) -> Evaluation:
         report_overlong(val, given.recorder)
         refuse_unscored(config, sources_of(val.prompts))
         with fitting(given):
-            engine = make_engine(config, model, prompt_tokens=longest_prompt(val), samples=num_evaluated(config, val))
+            engine = make_engine(
+                config,
+                model,
+                prompt_tokens=longest_prompt(val),
+                samples=num_evaluated(config, val),
+                n=config.actor_rollout_ref.rollout.val_kwargs.n,
+            )
             return make_evaluator(config, val, make_source(given, scorers, engine, model), given).evaluate(0)
 
 

@@ -17,6 +17,7 @@ from ullage.data.prompts import PromptSet, load_prompts
 from ullage.data.sampler import PromptSampler
 from ullage.environments._pool import EnvironmentPool
 from ullage.model.language_model import LanguageModel
+from ullage.planner.drawing import cache_tokens, sharing
 from ullage.rewards.panel import Panel
 from ullage.rollout.embedded.engine import Engine
 from ullage.rollout.embedded.graphs import Capturing
@@ -71,6 +72,7 @@ def supply_samples(given: Surroundings, scorers: Scorers, actor: Actor, algorith
         model,
         prompt_tokens=longest_prompt(train, val),
         samples=samples,
+        n=config.actor_rollout_ref.rollout.n,
         lent=actor.optimizer.lendable,
         say=given.recorder.event,
     )
@@ -114,6 +116,7 @@ def supply_answers(given: Surroundings, scorers: Scorers, actor: Actor, algorith
                 model,
                 prompt_tokens=longest_prompt(val),
                 samples=num_evaluated(config, val),
+                n=config.actor_rollout_ref.rollout.val_kwargs.n,
                 say=given.recorder.event,
             )
             rewards = make_evaluator(config, val, make_source(given, scorers, engine, model), given)
@@ -199,17 +202,23 @@ def make_engine(
     *,
     prompt_tokens: int,
     samples: int,
+    n: int,
     lent: Tensor | None = None,
     capture: Capturing | None = None,
     say: Callable[[str], None] = lambda line: None,
 ) -> Engine:
-    """No more slots than samples ever wait for one, no more room per slot than the longest prompt needs."""
-    rollout = config.actor_rollout_ref.rollout
+    """No more slots than samples ever wait for one, no more room than they need where n begin alike.
+
+    Where fewer do, as in an evaluation between steps, some wait.
+    """
+    rollout, response = config.actor_rollout_ref.rollout, config.data.max_response_length
+    slots = min(choices_of(config).slots, samples)
+    room = cache_tokens(slots=slots, n=sharing(config, n), prompt=prompt_tokens, response=response)
     return Engine(
         model,
-        slots=min(choices_of(config).slots, samples),
-        max_length=prompt_tokens + config.data.max_response_length,
-        cache_tokens=None if rollout.kv_cache_tokens == "auto" else rollout.kv_cache_tokens,
+        slots=slots,
+        max_length=prompt_tokens + response,
+        cache_tokens=room if rollout.kv_cache_tokens == "auto" else rollout.kv_cache_tokens,
         lent=lent,
         deterministic=rollout.deterministic,
         capture=capture,

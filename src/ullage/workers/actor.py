@@ -6,6 +6,7 @@ import math
 from collections.abc import Iterator
 from contextlib import nullcontext
 from dataclasses import dataclass
+from functools import partial
 
 from torch import Tensor
 
@@ -21,17 +22,25 @@ from ullage.engine.replay import Replayer, Replays
 from ullage.maths import kl
 from ullage.maths.correction import sequence_weights
 from ullage.model.language_model import LanguageModel
+from ullage.model.target import put
 from ullage.telemetry.tally import Tally
 from ullage.workers.passes import Phase, everything, extent, micro_batches, stage_logprobs
 
 
 @dataclass(frozen=True, slots=True)
 class Terms:
-    """The loss of one micro-batch and what to report of it: sums over its tokens."""
+    """A loss and what to report of it: sums over tokens.
 
-    loss: float
-    report: dict[str, float]
+    They stay on the device until all micro-batches are on their way: who reads one waits for all that was launched.
+    """
+
+    loss: Tensor
+    report: dict[str, Tensor]
     tokens: int
+
+    def plus(self, other: Terms) -> Terms:
+        report = {name: value + other.report[name] for name, value in self.report.items()}
+        return Terms(self.loss + other.loss, report, self.tokens + other.tokens)
 
 
 class Actor:
@@ -79,27 +88,26 @@ class Actor:
         """One optimizer step on a mini-batch whose token weights already hold the denominators of all ranks."""
         mini_batch = self.selected(mini_batch, algorithm)
         size = extent(mini_batch, everything(mini_batch), self.limits)
-        loss_sum = 0.0
-        for terms in self._replayer.run("update", size, lambda: self.backward(mini_batch, algorithm)):
-            loss_sum += terms.loss
+        terms = self._replayer.run("update", size, lambda: self.backward(mini_batch, algorithm))
+        norm = self.optimizer.step(learning_rate, self.ranks)
+        if terms is not None:
             tally.add_tokens("update", terms.tokens)
             for name, value in terms.report.items():
-                tally.add(name, value, terms.tokens)
-        norm = self.optimizer.step(learning_rate, self.ranks)
-        tally.add("actor/loss", loss_sum, 1 / self.ranks.size)
+                tally.add(name, float(value), terms.tokens)
+        tally.add("actor/loss", 0.0 if terms is None else float(terms.loss), 1 / self.ranks.size)
         tally.add("actor/skipped_steps", 0.0 if math.isfinite(norm) else 1.0)
         if math.isfinite(norm):
             tally.add("actor/grad_norm", norm)
         else:
             self._count_nonfinite(norm)
 
-    def backward(self, mini_batch: TrainBatch, algorithm: Algorithm) -> list[Terms]:
-        """The gradient of the mini-batch, one micro-batch at a time, in place of the one there was."""
+    def backward(self, mini_batch: TrainBatch, algorithm: Algorithm) -> Terms | None:
+        """The gradient of the mini-batch, by micro-batch, in place of the one there was. None: nothing carries loss."""
         self.optimizer.zero_grad()
-        done = []
+        done: Terms | None = None
         for loss, terms in self.losses(mini_batch, algorithm):
             loss.backward()
-            done.append(terms)
+            done = done.plus(terms) if done else terms
         return done
 
     def losses(self, mini_batch: TrainBatch, algorithm: Algorithm) -> Iterator[tuple[Tensor, Terms]]:
@@ -127,8 +135,8 @@ class Actor:
     def _terms(
         self, logprobs_NT: Tensor, entropy_NT: Tensor, part: TrainBatch, algorithm: Algorithm
     ) -> tuple[Tensor, Terms]:
-        device = logprobs_NT.device
-        part = part.to(device)
+        tokens = int(part.mask_NT.sum())
+        part = part.moved(partial(put, device=logprobs_NT.device))
         mask = part.mask_NT
         old = logprobs_NT.detach() if part.old_logprobs_NT is None else part.old_logprobs_NT.to(logprobs_NT.dtype)
         token_loss = algorithm.policy_loss(logprobs_NT, old, part)
@@ -147,8 +155,8 @@ class Actor:
         if part.rollout_logprobs_NT is not None:
             report["rollout/logprob_gap_mean"] = (part.rollout_logprobs_NT.to(old.dtype) - old).abs()
         loss = (loss_NT * part.weights_NT.to(loss_NT.dtype)).sum()
-        sums = {name: float((value.detach() * mask).sum()) for name, value in report.items()}
-        return loss, Terms(float(loss.detach()), sums, int(mask.sum()))
+        sums = {name: (value.detach() * mask).sum() for name, value in report.items()}
+        return loss, Terms(loss.detach(), sums, tokens)
 
     def _count_nonfinite(self, norm: float) -> None:
         self.nonfinite_steps += 1

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 from contextlib import nullcontext
+from functools import partial
 
 from torch import Tensor
 
@@ -16,6 +17,7 @@ from ullage.config.tree import Critic as CriticConfig
 from ullage.engine.optimizer import Levers, Optimizer
 from ullage.engine.replay import Replayer, Replays
 from ullage.maths.critic import explained_variance, value_loss
+from ullage.model.target import put
 from ullage.model.value_model import ValueModel
 from ullage.telemetry.tally import Tally
 from ullage.workers.passes import Phase, everything, extent, micro_batches, stage_numbers
@@ -84,18 +86,19 @@ class Critic:
     def backward(self, mini_batch: TrainBatch) -> tuple[float, float]:
         """The gradient of the mini-batch, in place of the one there was; its loss, and how many values were clipped."""
         self.optimizer.zero_grad()
-        loss_sum = num_clipped = 0.0
+        loss_sum: Tensor | float = 0.0  # on the device, so that the host need not wait for it
+        num_clipped: Tensor | float = 0.0
         for packed, part in micro_batches(mini_batch, self.model.trunk, self.limits):
             values_NT = packed.scatter(self.model.values(packed), part.mask_NT.shape[1])
-            part = part.to(values_NT.device)
+            part = part.moved(partial(put, device=values_NT.device))
             old_values_NT, returns_NT = (numbers.to(values_NT.dtype) for numbers in _targets(part))
             loss_NT, clipped_NT = value_loss(values_NT, old_values_NT, returns_NT, clip=self.config.cliprange_value)
             assert part.value_weights_NT is not None, "the schedule gives them"
             loss = (loss_NT * part.value_weights_NT.to(loss_NT.dtype)).sum()
             loss.backward()
-            loss_sum += float(loss.detach())
-            num_clipped += float((clipped_NT & part.mask_NT).sum())
-        return loss_sum, num_clipped
+            loss_sum = loss_sum + loss.detach()
+            num_clipped = num_clipped + (clipped_NT & part.mask_NT).sum()
+        return float(loss_sum), float(num_clipped)
 
     def _count_nonfinite(self, norm: float) -> None:
         self.nonfinite_steps += 1

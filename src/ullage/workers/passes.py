@@ -49,7 +49,7 @@ def micro_batches(stage: Stage, model: Trunk, limits: Limits) -> Iterator[tuple[
     response_lengths = [len(response) for response in stage.responses]
     for blocks in pack(prompt_lengths, groups, response_lengths, carriers, limits):
         packed = build(stage, blocks, model.target, model.dtype)
-        yield packed, stage.select(packed.samples.cpu())
+        yield packed, stage.select(packed.samples)
 
 
 def stage_logprobs(
@@ -75,5 +75,5 @@ def stage_numbers(
     for members in mini_batches:
         part = experience.select(members)
         for packed, _ in micro_batches(part, model, limits):
-            out[members[packed.samples.cpu()]] = packed.scatter(compute(packed), width).to(out)
+            out[members[packed.samples]] = packed.scatter(compute(packed), width).to(out)
     return out

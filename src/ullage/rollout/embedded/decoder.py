@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from ullage.model.attention import Span
@@ -158,19 +159,18 @@ def rows_needed(count: int, model: LanguageModel) -> int:
 
 
 def pack(texts: Sequence[Text]) -> Packed:
-    """By a few operations on all tokens: the device waits for the first pass."""
-    lengths = torch.tensor([len(text.token_ids) for text in texts])
-    tables = torch.tensor([len(text.pages) for text in texts])
+    """By a few operations on all tokens: the device waits for the first pass. torch would wake all of its threads."""
+    lengths = np.array([len(text.token_ids) for text in texts])
+    tables = np.array([len(text.pages) for text in texts])
     ids, pages = _joined(text.token_ids for text in texts), _joined(text.pages for text in texts)
-    starts, first_pages = ((sizes.cumsum(0) - sizes).repeat_interleave(lengths) for sizes in (lengths, tables))
-    positions = torch.arange(len(ids)) - starts
+    starts, first_pages = (np.repeat(sizes.cumsum() - sizes, lengths) for sizes in (lengths, tables))
+    positions = np.arange(len(ids)) - starts
     places = pages[first_pages + positions // PAGE_SIZE] * PAGE_SIZE + positions % PAGE_SIZE
-    return Packed(ids, positions, places)
+    return Packed(*(torch.from_numpy(part) for part in (ids, positions, places)))
 
 
-def _joined(parts: Iterable[Sequence[int]]) -> Tensor:
-    """A list of as many numbers takes torch eight times as long."""
-    return torch.from_numpy(np.fromiter(chain.from_iterable(parts), np.int64))
+def _joined(parts: Iterable[Sequence[int]]) -> NDArray[np.int64]:
+    return np.fromiter(chain.from_iterable(parts), np.int64)
 
 
 def _passes(texts: Sequence[Text], max_tokens: int) -> Iterator[list[Text]]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
@@ -121,7 +122,7 @@ class Engine:
         """
         finished = {} if finished is None else finished
         num_tokens = sum(len(sample.token_ids) for sample in finished.values())
-        partial: dict[tuple[int, int], _Partial] = {}
+        partial: defaultdict[tuple[int, int], _Partial] = defaultdict(_Partial)
         session = self.session(limits)
         try:
             indices = _submit(session, requests, sampling, finished)
@@ -130,7 +131,7 @@ class Engine:
                     group = drawn.key
                     assert isinstance(group, int), "as submitted"
                     place = (group, indices[group][drawn.index])
-                    sample = partial.setdefault(place, _Partial()).add(place, drawn)
+                    sample = partial[place].add(place, drawn)
                     num_tokens += len(drawn.token_ids)
                     if sample is not None:
                         del partial[place]

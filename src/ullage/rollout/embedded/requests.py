@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from torch import Tensor
 
-from ullage.rollout.embedded.pages import PAGE_SIZE
+from ullage.rollout.embedded.pages import PAGE_SIZE, pages_for
 from ullage.rollout.embedded.state import LEAST_MEMBERS, MEMBERS
 from ullage.rollout.sampling import Sampling
 
@@ -83,6 +83,10 @@ class Run:
     def reach(self, steps: int) -> int:
         """The most tokens in the cache after so many steps: all that are drawn but the last."""
         return len(self.group.prompt) + min(self.group.limit, max(1, self.bound) + steps) - 1
+
+    def missing_pages(self, steps: int) -> int:
+        """Those it has not got that so many steps may need."""
+        return max(0, pages_for(self.reach(steps)) - len(self.pages))
 
     def add(self, token_ids: list[int], stop_ids: frozenset[int]) -> str | None:
         """Note what was drawn; says why the sample ends, if it does."""

@@ -10,8 +10,10 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Hashable
 from dataclasses import dataclass, field
+from itertools import islice
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -267,10 +269,17 @@ class Session:
 
     def _grow(self) -> None:
         """Pages for the next window of every row, the oldest first."""
-        for run in sorted(self._rows, key=lambda run: run.age):
-            while run.seated and (missing := pages_for(run.reach(self._decoder.window)) - len(run.pages)) > 0:
-                if missing <= self._pages.free:
-                    run.pages += self._pages.take(missing)
+        rows, window = sorted(self._rows, key=lambda run: run.age), self._decoder.window
+        missing = [run.missing_pages(window) for run in rows]
+        if sum(missing) <= self._pages.free:  # most windows: all at once
+            taken = iter(self._pages.take(sum(missing)))
+            for run, count in zip(rows, missing, strict=True):
+                run.pages += islice(taken, count)
+            return
+        for run in rows:
+            while run.seated and (count := run.missing_pages(window)):
+                if count <= self._pages.free:
+                    run.pages += self._pages.take(count)
                 else:
                     self._make_room()
 
@@ -350,9 +359,10 @@ class Session:
             self._see(self._windows.popleft())
 
     def _see(self, window: _Window) -> None:
-        tokens, logprobs = (part[:, : window.columns] for part in window.arriving.read())
+        # numpy: for a mask over so little torch would wake all of its threads.
+        tokens, logprobs = (part[:, : window.columns].numpy() for part in window.arriving.read())
         is_drawn = tokens != NOTHING
-        if not bool(torch.isfinite(logprobs[is_drawn]).all()):
+        if not np.isfinite(logprobs[is_drawn]).all():
             raise NumericsError("the model gives non-finite logits", "lower the learning rate, or check the weights")
         ended = []
         counts = is_drawn.sum(1).tolist()
@@ -383,8 +393,8 @@ class Session:
 
     @property
     def _keeps_supports(self) -> bool:
-        return any(run.group.keeps_supports for run in self._rows)
+        return any(group.keeps_supports for group in {run.group for run in self._rows})
 
 
 def _truncates(runs: list[Run]) -> bool:
-    return any(run.group.sampling.truncates for run in runs)
+    return any(group.sampling.truncates for group in {run.group for run in runs})

@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -152,7 +153,8 @@ class SlotState:
     def grant(self, rows: Sequence[int], places: Sequence[int], pages: Sequence[int]) -> None:
         """Enter further pages: of which row, at which place of its table, which page."""
         if rows:
-            self._page_table[self._put(rows), self._put(places)] = self._put(pages, torch.int32)
+            entries = self._put([rows, places, pages])
+            self._page_table[entries[0], entries[1]] = entries[2].int()
 
     def share(self, starts: Sequence[int], groups: Sequence[Sequence[int]]) -> None:
         """Note the beginning that each of the first rows shares, and the rows of each group. No others share any."""
@@ -190,7 +192,9 @@ class SlotState:
         return self._numbers, self._fractions, *tables, self._tokens, self._logprobs, self._column
 
     def _put(self, values: Sequence[object], dtype: torch.dtype = torch.long) -> Tensor:
-        return put(torch.tensor(values, dtype=dtype), self._device)
+        """By way of numpy, which reads lists of numbers in a third of torch's time."""
+        numbers = np.array(values, np.float64 if dtype.is_floating_point else np.int64)
+        return put(torch.from_numpy(numbers).to(dtype), self._device)
 
 
 def _groups(rows: int) -> int:
