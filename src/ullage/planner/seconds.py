@@ -45,9 +45,9 @@ LOGIT_TRAFFIC, LOGIT_FORWARD_TRAFFIC = 7.5, 2.5
 """The same for each byte of float32 logits (head)."""
 DECODE_NORMS, DECODE_ADAPTERS = 1.2, 3.6
 """Times as long with norms of queries and keys (groups), and with adapters (adapters)."""
-TRAINED_LAUNCHES, COMPILED_LAUNCHES = 1.5, 1.3
-"""Times as long in each direction of a training pass, where autograd is told of every operator: 1 to 2.2 with the host
-(fit, step); and with compiled blocks (step)."""
+TRAINED_LAUNCHES, COMPILED_LAUNCHES = 1.9, 1.3
+"""Times as long in each direction of a training pass, where autograd is told of every operator: 1 to 2.8 with the host
+(fit, step: four hosts); and with compiled blocks (step)."""
 SELECTIVE_LAUNCHES = 3.4
 """Where `matmuls` finds layers that it knows no recipe for, and the host is asked about every operator."""
 OFFLOADED_LAUNCHES = 1.6
