@@ -20,7 +20,8 @@ def test_what_a_machine_can_train(capsys):
     lines = told.splitlines()[3:15]
     rows = [line.split()[:2] for line in lines[::2]]
     assert rows == [[method, name] for method in ("full", "LoRA", "QLoRA") for name in ("GRPO", "PPO")]
-    assert all(line.startswith("        memory.optimizer_state=streamed ") for line in lines[1:4:2])  # no GPU is large
+    streamed = [line.startswith("        memory.optimizer_state=streamed ") for line in lines[1::2]]
+    assert streamed == [True, True, False, True, True, True], "the state of adapters is small"
     assert "memory.offload_roles=true" in lines[3]
     assert "- a pass = FLOPs / (0.77 TFLOP/s) + bytes" in told
     assert "--ram" in told

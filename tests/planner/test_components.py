@@ -51,17 +51,21 @@ def test_the_kv_cache_has_a_page_more_for_each_slot_and_may_lie_in_the_gradients
 
 
 @pytest.mark.parametrize(
-    ("slots", "n", "prompt", "response", "pages"),
+    ("slots", "samples", "n", "prompt", "response", "pages"),
     [
-        (256, 8, 128, 256, 32 * 8 + 256 * 17),  # each prompt once; each sample 16 pages and one
-        (256, 1, 128, 256, 256 * 25),
-        (10, 4, 20, 10, 3 * 2 + 10 * 2),  # the third prompt has only two samples here
-        (8, 2, 20, 10, 8 * 3),  # two pages of a sequence and one: no more than sharing would take
-        (2, 8, 4096, 16, 256 + 2 * 2),
+        (256, 256, 8, 128, 256, 32 * 8 + 256 * 17),  # each prompt once; each sample 16 pages and one
+        (256, 512, 8, 128, 256, 33 * 8 + 256 * 17),  # the first and the last prompt may be there with some samples each
+        (256, 256, 1, 128, 256, 256 * 25),
+        (7, 100, 4, 320, 40, 3 * 20 + 7 * 4),  # 3 + 4 samples, or 1 + 4 + 2
+        (8, 64, 2, 20, 10, 8 * 3),  # two pages of a sequence and one: no more than sharing would take
+        (2, 16, 8, 4096, 16, 2 * 258),
+        (1, 16, 8, 4096, 16, 257 + 1),
     ],
 )
-def test_the_cache_has_room_for_all_slots_at_full_length_and_each_prompt_once(slots, n, prompt, response, pages):
-    assert cache_tokens(slots=slots, n=n, prompt=prompt, response=response) == 16 * pages
+def test_the_cache_has_room_for_all_slots_at_full_length_and_each_prompt_once(
+    slots, samples, n, prompt, response, pages
+):
+    assert cache_tokens(slots=slots, samples=samples, n=n, prompt=prompt, response=response) == 16 * pages
 
 
 def test_what_a_layer_saves():

@@ -350,10 +350,10 @@ def test_epochs_and_mini_batches_repeat_the_update():
 
 def test_a_small_cache_keeps_slots_waiting():
     key = "actor_rollout_ref.rollout.kv_cache_tokens"
-    room = 8 * 512 + 64 * 528  # eight prompts of 512 tokens, eight samples of each
-    whole = timed({key: room})["rollout"]
+    # Nine prompts of 512 tokens, of which 64 samples may be; of three, 16.
+    whole = timed({key: 9 * 512 + 64 * 528})["rollout"]
     assert whole == timed({})["rollout"]
-    quarter = timed({key: room // 4})["rollout"]  # four rounds, of which each reads the weights
+    quarter = timed({key: 3 * 512 + 16 * 528})["rollout"]  # four rounds, of which each reads the weights
     assert 3 * whole < quarter < 4 * whole
 
 

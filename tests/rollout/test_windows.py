@@ -85,16 +85,16 @@ def test_samples_that_made_room_go_on_where_they_were(model, requests, window, p
 
 
 @pytest.mark.parametrize("window", [1, 4, 16])
-@pytest.mark.parametrize("prompt", [15, 16, 21, 48])
-def test_the_room_that_is_planned_for_all_samples_makes_none_wait(model, prompt, window):
+@pytest.mark.parametrize(("prompt", "response"), [(15, 40), (16, 40), (21, 40), (48, 40), (31, 10), (31, 16), (21, 16)])
+def test_the_room_that_is_planned_for_all_samples_makes_none_wait(model, prompt, response, window):
     generator = torch.Generator().manual_seed(5)
     requests = [GroupRequest(prompt=tokens(generator, prompt), seeds=(1, 2, 3, 4)) for _ in range(3)]
-    endless = Sampling(max_tokens=40, ignore_eos=True)
-    watched, room = Watched(model), cache_tokens(slots=12, n=4, prompt=prompt, response=40)
-    engine = make_engine(watched, slots=12, max_length=prompt + 40, window=window, cache_tokens=room)
+    endless = Sampling(max_tokens=response, ignore_eos=True)
+    watched, room = Watched(model), cache_tokens(slots=12, samples=12, n=4, prompt=prompt, response=response)
+    engine = make_engine(watched, slots=12, max_length=prompt + response, window=window, cache_tokens=room)
     engine.generate(requests, endless)
     assert watched.prefilled == [prompt] * 3
-    assert len(watched.decoded) == 39, "the first token needs no step, and nobody comes later"
+    assert len(watched.decoded) == response - 1, "the first token needs no step, and nobody comes later"
 
 
 def test_pages_are_granted_as_samples_grow(model, requests):

@@ -8,7 +8,7 @@ from make_tiny_model import make_tiny_model
 from ullage.base.communicator import Solo
 from ullage.base.errors import ConfigError, ModelError
 from ullage.batch.pack import Limits
-from ullage.config.settle import plainly
+from ullage.config.settle import plainly, with_key
 from ullage.config.tree import Config
 from ullage.data.prompts import Prompt, PromptSet
 from ullage.model.load import load_model
@@ -60,10 +60,14 @@ def test_slots_and_room_are_no_more_than_the_data_needs(model):
     assert (num_evaluated(config, val), num_evaluated(config, None)) == (8, 0)
     engine = make_engine(config, model, prompt_tokens=9, samples=5, n=4)
     assert (engine.slots, engine.max_length) == (5, 19)
-    assert engine.pages.total == 2 * 1 + 5 * 2, "two prompts of a page, and of each sample a page and one for its copy"
+    shared = make_engine(config, model, prompt_tokens=40, samples=5, n=4)
+    assert shared.pages.total == 2 * 3 + 5 * 3, (
+        "two prompts of three pages; each sample's own, one free, one for its copy"
+    )
     assert make_engine(config, model, prompt_tokens=9, samples=8, n=4).slots == 6
-    config = config.model_copy(update={"environment": config.environment.model_copy(update={"name": "tools"})})
-    assert make_engine(config, model, prompt_tokens=9, samples=5, n=4).pages.total == 5 * 3, "turns begin on their own"
+    for key, value in (("environment.name", "tools"), ("actor_rollout_ref.rollout.deterministic", True)):
+        apart = make_engine(with_key(config, key, value), model, prompt_tokens=40, samples=5, n=4)
+        assert apart.pages.total == 5 * (4 + 1), "turns begin on their own, and nobody makes room for another"
 
 
 def test_how_the_batch_sizes_combine():

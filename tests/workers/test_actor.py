@@ -12,8 +12,7 @@ from ullage.base.communicator import Solo
 from ullage.base.errors import NumericsError
 from ullage.batch.pack import Limits
 from ullage.telemetry.tally import Tally
-from ullage.workers.actor import Actor
-from ullage.workers.passes import micro_batches
+from ullage.workers.actor import Actor, Terms
 from ullage.workers.reference import Reference
 
 LIMITS = Limits(max_tokens=100)
@@ -68,7 +67,7 @@ def test_loss_and_gradient_equal_the_plain_ones(tiny_model, model, experience):
         credit = compose(config).assign_credit(experience, Solo()).advantages_NT
         want = plain_loss(theirs, experience, credit, config.actor_rollout_ref.actor)
         want.backward()
-    assert len(list(micro_batches(batch, model, actor.limits))) > 1
+    assert sum(1 for _ in actor.losses(batch, compose(config))) > 1
     assert float(terms.loss) == pytest.approx(want.item(), rel=1e-10)
     gradient = torch.cat([parameter.grad.flatten() for _, parameter in theirs.named_parameters()])
     assert actor.optimizer.names == tuple(name for name, _ in theirs.named_parameters())
@@ -85,7 +84,7 @@ def test_update_reports_token_means_and_the_norm(model, tiny_model, experience):
     means = tally.means(Solo())
     count = int(batch.mask_NT.sum())
     for name in ("actor/entropy", "actor/kl_ref", "actor/clip_fraction", "rollout/logprob_gap_mean"):
-        assert means[name] == pytest.approx(float(terms.report[name]) / count, rel=1e-9), name
+        assert means[name] == pytest.approx(float(terms.report[name][0]) / count, rel=1e-9), name
     assert means["actor/loss"] == pytest.approx(float(terms.loss), rel=1e-9)
     assert means["actor/skipped_steps"] == 0.0
     assert means["actor/grad_norm"] > 0
@@ -103,8 +102,8 @@ def test_the_first_ratio_is_exactly_one(tiny_model, dtype, limits):
     evaluated = scored.evaluated(old_logprobs=actor.logprobs(scored, [everyone]), ref_logprobs=None, values=None)
     batch = make_train_batch(evaluated, config)
     terms = actor.backward(batch, compose(config))
-    assert float(terms.report["actor/kl_old"]) == 0.0
-    assert float(terms.report["actor/clip_fraction"]) == 0.0
+    assert float(terms.report["actor/kl_old"][0]) == 0.0
+    assert float(terms.report["actor/clip_fraction"][0]) == 0.0
 
 
 @pytest.mark.invariant
@@ -195,3 +194,15 @@ def test_phases_are_opened_under_their_names(model, experience):
     assert opened == ["logprob", "reference"]
     for parameter in model.module.parameters():
         parameter.requires_grad_(True)
+
+
+def test_sums_of_micro_batches_are_over_the_tokens_that_they_speak_of():
+    """A loss of one's own may report a number of some micro-batches only."""
+    one, two, three = (torch.tensor(float(number)) for number in (1, 2, 3))
+    first = Terms(one, {"both": (one, 10), "first": (two, 10)}, 10)
+    second = Terms(two, {"both": (three, 5), "second": (one, 5)}, 5)
+    total = first.plus(second)
+    assert (float(total.loss), total.tokens) == (3.0, 15)
+    report = {name: (float(value), tokens) for name, (value, tokens) in total.report.items()}
+    assert report == {"both": (4.0, 15), "first": (2.0, 10), "second": (1.0, 5)}
+    assert first.report.keys() == {"both", "first"}

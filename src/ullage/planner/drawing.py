@@ -104,25 +104,39 @@ class Drawing:
 
 
 def sharing(config: Config, n: int) -> int:
-    """How many of a prompt's samples begin alike: all, but every turn of an episode has a beginning of its own."""
-    return n if config.environment.name is None else 1
+    """How many samples of a prompt may be counted on to share its place in the cache.
+
+    Every turn of an episode has a beginning of its own, and what is to be drawn the same in any company may not have to
+    make room for others: what is prefilled again rounds differently on a GPU.
+    """
+    alone = config.environment.name is not None or config.actor_rollout_ref.rollout.deterministic
+    return 1 if alone else n
 
 
-def cache_tokens(*, slots: int, n: int, prompt: int, response: int) -> int:
-    """Room for so many samples at full length, of which n share a prompt, which lies there once.
+def cache_tokens(*, slots: int, samples: int, n: int, prompt: int, response: int) -> int:
+    """Room for all slots at full length, where n samples share a prompt, which lies there once.
 
-    Each has a page more, for its copy of the prompt's last page. Where stragglers of many prompts are drawn side by
-    side, prompts need more; responses that have not grown to their full length leave it to them.
+    Slots one after another meet one prompt more than they could have whole. A sample may need a page beside those of
+    its response, for its copy of the prompt's last one, and the engine keeps one free for each that may grow. Where
+    stragglers of many prompts are drawn side by side, prompts need more; responses that have not grown to their full
+    length leave it to them.
     """
     apart = slots * (c.pages_for(prompt + response) + 1)
-    together = -(-slots // n) * c.pages_for(prompt) + slots * (c.pages_for(response) + 1)
+    prompts = min(-(-samples // n), -(-(slots - 1) // n) + 1)
+    together = prompts * c.pages_for(prompt) + slots * (max(2, c.pages_for(response)) + 1)
     return c.PAGE * min(apart, together)
 
 
-def room_for_slots(layout: Layout) -> int:
-    """Tokens in the cache when all of them are drawn at once."""
-    data, n = layout.config.data, sharing(layout.config, layout.config.actor_rollout_ref.rollout.n)
-    return cache_tokens(slots=layout.slots, n=n, prompt=data.max_prompt_length, response=data.max_response_length)
+def room_for(slots: int, layout: Layout) -> int:
+    """Tokens in the cache when so many of its samples are drawn at once."""
+    data, n = layout.config.data, layout.config.actor_rollout_ref.rollout.n
+    return cache_tokens(
+        slots=slots,
+        samples=-(-data.train_batch_size // layout.sharding.data) * n,
+        n=sharing(layout.config, n),
+        prompt=data.max_prompt_length,
+        response=data.max_response_length,
+    )
 
 
 def of_rollout(layout: Layout) -> Drawing:

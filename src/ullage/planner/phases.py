@@ -182,7 +182,7 @@ class Layout:
             self.actor.shape,
             slots=self.slots,
             longest=self.longest,
-            tokens=drawing.room_for_slots(self) if rollout.kv_cache_tokens == "auto" else rollout.kv_cache_tokens,
+            tokens=drawing.room_for(self.slots, self) if rollout.kv_cache_tokens == "auto" else rollout.kv_cache_tokens,
             width=self.width,
             lent=0 if chosen.gradients == "host" else self.part(each * self.actor.parameters),
         )

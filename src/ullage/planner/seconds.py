@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from ullage.planner import components as c
 from ullage.planner import exchange
 from ullage.planner.components import Pass
-from ullage.planner.drawing import room_for_slots
+from ullage.planner.drawing import room_for
 from ullage.planner.hardware import GPU
 from ullage.planner.model_shape import Shape
 from ullage.planner.phases import Layout
@@ -94,7 +94,8 @@ def sampling_work(layout: Layout) -> dict[str, Work]:
     prompts, samples = _share(layout)
     slots = layout.slots
     if rollout.kv_cache_tokens != "auto":  # a cache that is too small for all slots keeps some of them waiting
-        slots = max(1, min(slots, slots * rollout.kv_cache_tokens // room_for_slots(layout)))
+        held = (count for count in range(slots, 0, -1) if room_for(count, layout) <= rollout.kv_cache_tokens)
+        slots = next(held, 1)
     passes = -(-prompts * data.max_prompt_length // layout.rollout.prefill.tokens)
     kinds = (DECODE_NORMS if shape.qk_norm else 1.0) * (DECODE_ADAPTERS if layout.actor.rank else 1.0)
     together = min(rollout.n, slots) if layout.rollout.reads_prompts_once else 1

@@ -213,7 +213,7 @@ def make_engine(
     """
     rollout, response = config.actor_rollout_ref.rollout, config.data.max_response_length
     slots = min(choices_of(config).slots, samples)
-    room = cache_tokens(slots=slots, n=sharing(config, n), prompt=prompt_tokens, response=response)
+    room = cache_tokens(slots=slots, samples=samples, n=sharing(config, n), prompt=prompt_tokens, response=response)
     return Engine(
         model,
         slots=slots,

@@ -35,11 +35,14 @@ class Terms:
     """
 
     loss: Tensor
-    report: dict[str, Tensor]
+    report: dict[str, tuple[Tensor, int]]
+    """Sums, and the tokens that they are over: a loss may have nothing to say of some."""
     tokens: int
 
     def plus(self, other: Terms) -> Terms:
-        report = {name: value + other.report[name] for name, value in self.report.items()}
+        report = dict(self.report)
+        for name, (value, tokens) in other.report.items():
+            report[name] = (report[name][0] + value, report[name][1] + tokens) if name in report else (value, tokens)
         return Terms(self.loss + other.loss, report, self.tokens + other.tokens)
 
 
@@ -92,8 +95,8 @@ class Actor:
         norm = self.optimizer.step(learning_rate, self.ranks)
         if terms is not None:
             tally.add_tokens("update", terms.tokens)
-            for name, value in terms.report.items():
-                tally.add(name, float(value), terms.tokens)
+            for name, (value, tokens) in terms.report.items():
+                tally.add(name, float(value), tokens)
         tally.add("actor/loss", 0.0 if terms is None else float(terms.loss), 1 / self.ranks.size)
         tally.add("actor/skipped_steps", 0.0 if math.isfinite(norm) else 1.0)
         if math.isfinite(norm):
@@ -155,7 +158,7 @@ class Actor:
         if part.rollout_logprobs_NT is not None:
             report["rollout/logprob_gap_mean"] = (part.rollout_logprobs_NT.to(old.dtype) - old).abs()
         loss = (loss_NT * part.weights_NT.to(loss_NT.dtype)).sum()
-        sums = {name: (value.detach() * mask).sum() for name, value in report.items()}
+        sums = {name: ((value.detach() * mask).sum(), tokens) for name, value in report.items()}
         return loss, Terms(loss.detach(), sums, tokens)
 
     def _count_nonfinite(self, norm: float) -> None:
