@@ -163,13 +163,15 @@ class Space:
     def __init__(self, shape: Shape, config: Config, ranks: int, sharding: Sharding | None = None) -> None:
         self.base = Layout(shape, config, ranks=ranks, sharding=sharding)
         self._given = {name: value_of(config, path) for name, path in PATHS.items()}
+        self._layouts: dict[tuple[Held, Made], Layout] = {}
 
     def layout(self, held: Held, made: Made) -> Layout:
-        """The base with other choices, without reading the config again."""
-        layout = copy.copy(self.base)
-        layout.chosen = self.base.chosen.model_copy(update=held._asdict() | made._asdict())
-        layout.parked = held.offload_roles
-        return layout
+        """The base with other choices, without reading the config again; memory, host and time share what it finds."""
+        if (held, made) not in self._layouts:
+            layout = self._layouts[held, made] = copy.copy(self.base)
+            layout.chosen = self.base.chosen.model_copy(update=held._asdict() | made._asdict())
+            layout.parked = held.offload_roles
+        return self._layouts[held, made]
 
     def peak(self, held: Held, made: Made, scale: Mapping[str, float]) -> Phase:
         """The phase that needs most."""
